@@ -1,0 +1,66 @@
+"""What every benchmark needs: the record of where it ran, timing, and writing its result."""
+
+from collections.abc import Callable
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import time
+from typing import Any
+
+import jax
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+  """The commit, the machine and the versions that a figure belongs to."""
+  folder = pathlib.Path(__file__).parent
+  commit = os.environ.get("GIT_COMMIT", "")
+  if not commit:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    commit = git.stdout.strip() or "unknown"
+  driver = subprocess.run(
+      ["sh", "-c", "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || true"],
+      capture_output=True, text=True, check=False,
+  ).stdout.strip()  # fmt: skip
+  return {
+      "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+      "commit": commit,
+      "device": jax.devices()[0].device_kind,
+      "devices": jax.device_count(),
+      "driver": driver,
+      "cores": os.cpu_count(),
+      "python": platform.python_version(),
+      "jax": jax.__version__,
+      "jaxlib": jax.lib.__version__,
+  }
+
+
+def write(name: str, rows: Any, out: str | None = None) -> pathlib.Path:
+  """Writes ``name.json`` into ``out`` (benchmarks/results where None)."""
+  folder = pathlib.Path(out) if out else RESULTS
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / f"{name}.json"
+  path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+  return path
+
+
+def median_time(run: Callable[[], Any], repeats: int = 5) -> tuple[float, float]:
+  """Median and spread (max - min) of the seconds that ``run`` takes; it has to be warm."""
+  times = []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    times.append(time.perf_counter() - start)
+  return statistics.median(times), max(times) - min(times)
+
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
+  text = [[c if r is None else str(r.get(c, "")) for c in columns] for r in [None, *rows]]
+  widths = [max(len(line[i]) for line in text) for i in range(len(columns))]
+  lines = ["  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() for line in text]
+  return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -1,0 +1,220 @@
+"""The compiled implementations: finding the libraries, registering their handlers, and calling them.
+
+One call updates many leaves. Operands are a vector of scalars and the leaves' arrays; what is static travels as one
+array attribute. The layout is described beside the parser, in ``xla_ffi/call_frame.h``.
+"""
+
+from collections.abc import Sequence
+import ctypes
+import functools
+import math
+import pathlib
+import re
+from typing import Any
+import warnings
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lowprec import formats as fmts
+from optax_lowprec.formats import StateFormat
+from optax_lowprec.reference import Hyper, LeafOptions, LeafState
+
+Array = jax.Array
+
+LIBRARY_FOLDER = pathlib.Path(__file__).parent / "_lib"
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+# Compile time grows faster than the number of aliased buffers of one call; so do not put all leaves into one.
+LEAVES_PER_CALL = 50
+
+_FLAGS = {"fused": 1, "direction": 2, "nesterov": 4, "decay": 8, "eps_root": 16, "skippable": 32, "param": 64}
+_DTYPE_CODES = {
+    "float32": 0,
+    "bfloat16": 1,
+    "float16": 2,
+    "float8_e4m3fn": 3,
+    "float8_e5m2": 4,
+    "remainder16": 5,
+    "remainder8": 6,
+}
+_NO_MASTER = 7
+_SCALING_CODES = {None: 0, "block": 1, "tensor": 2}
+
+
+# --- libraries ------------------------------------------------------------------------------------------------------
+
+
+class UnusableLibraryError(Exception):
+  """Why an implementation's library cannot be used, and what to do about it."""
+
+
+def _jaxlib_api_version() -> tuple[int, int]:
+  """The FFI API version of the installed jaxlib, from the headers that it ships."""
+  text = (pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
+  major, minor = (re.search(rf"#define XLA_FFI_API_{x}\s+(\d+)", text) for x in ("MAJOR", "MINOR"))
+  if major is None or minor is None:
+    raise UnusableLibraryError("jaxlib's FFI headers do not state an API version")
+  return int(major[1]), int(minor[1])
+
+
+@functools.lru_cache(maxsize=None)
+def load(name: str) -> ctypes.CDLL:
+  """Loads and registers the library of an implementation, once a process.
+
+  It is only ever looked for inside the installed package. Its FFI API version is compared with jaxlib's before
+  anything is registered: jaxlib refuses a newer one while it starts its backends, and takes them down with it.
+
+  Raises:
+    UnusableLibraryError: says what is wrong and what to do.
+  """
+  path = LIBRARY_FOLDER / f"liboptax_lowprec_{name}.so"
+  if not path.is_file():
+    compiler = "a C++ compiler" if name == "cpu" else "nvcc (the CUDA toolkit, or the wheels of jax[cuda13])"
+    raise UnusableLibraryError(f"not built: install {compiler} and reinstall optax-lowprec")
+  try:
+    library = ctypes.CDLL(str(path))
+    version = library.optax_lowprec_ffi_api_version()
+    handlers = {f"optax_lowprec_{name}_{t.lower()}": getattr(library, f"OptaxLowprec{t}") for t in ("Step", "Absmax")}
+    initialize = library.OptaxLowprecInit if name == "cuda" else None
+  except (OSError, AttributeError) as e:
+    raise UnusableLibraryError(f"{path.name} cannot be loaded ({e}): reinstall optax-lowprec") from None
+  built, have = divmod(version, 65536), _jaxlib_api_version()
+  if built[0] != have[0] or built[1] > have[1]:
+    raise UnusableLibraryError(
+        f"built for FFI API {built[0]}.{built[1]}, jaxlib {jax.lib.__version__} has {have[0]}.{have[1]}: "
+        "reinstall optax-lowprec beside this jaxlib, or upgrade jax"
+    )
+  for target, function in handlers.items():
+    capsule: Any = jax.ffi.pycapsule(function)
+    if initialize is not None:
+      capsule = {"initialize": jax.ffi.pycapsule(initialize), "execute": capsule}
+    jax.ffi.register_ffi_target(target, capsule, platform=_PLATFORMS[name])
+  return library
+
+
+@functools.lru_cache(maxsize=None)
+def usable(name: str) -> bool:
+  """Whether the library can be used; warns once where one is there and cannot."""
+  try:
+    load(name)
+  except UnusableLibraryError as e:
+    if not str(e).startswith("not built"):
+      warnings.warn(f"optax_lowprec: the {name} implementation is {e}. Using jnp.", RuntimeWarning, stacklevel=3)
+    return False
+  return True
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def words(hyper: Hyper) -> Array:
+  """The scalars of a step as the uint32[16] that the kernels read."""
+  floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in hyper[:13]])
+  bits = lax.bitcast_convert_type(floats, jnp.uint32)
+  rest = jnp.stack([hyper.skip.astype(jnp.uint32), hyper.key, jnp.zeros((), jnp.uint32)])
+  return jnp.concatenate([bits, rest])
+
+
+def _format_code(fmt: StateFormat | None) -> int:
+  if fmt is None:
+    return _NO_MASTER
+  code = _DTYPE_CODES[fmt.dtype] | _SCALING_CODES[fmt.scaling] << 4
+  return code | (fmt.transform == "sqrt") << 6 | (fmt.rounding == "stochastic") << 7
+
+
+def leaf_attributes(shape: tuple[int, ...], options: LeafOptions, has_param: bool) -> list[int]:
+  """What is static about a leaf, as the integers that the kernels read."""
+  flags = {"param": has_param, **{k: getattr(options, k) for k in _FLAGS if k != "param"}}
+  bits = sum(bit for k, bit in _FLAGS.items() if flags[k])
+  geometry = fmts.block_geometry(shape, 1)
+  row = math.prod(shape[geometry.axis :])
+  lengths = []
+  for fmt in options.formats:
+    if fmt is not None and fmt.scaling == "block":
+      g = fmts.block_geometry(shape, fmt.block_size)
+      lengths.append(g.rows * g.trail)
+    else:
+      lengths.append(0)
+  return [bits, *(_format_code(f) for f in options.formats), row, *lengths, options.index]
+
+
+def _result(like: Array, dtype: Any) -> jax.ShapeDtypeStruct:
+  # Inside shard_map a result must say over which mesh axes it varies.
+  vma = getattr(jax.typeof(like), "vma", None)
+  return jax.ShapeDtypeStruct(like.shape, dtype, **({"vma": vma} if vma else {}))
+
+
+def _present(state: LeafState, options: LeafOptions) -> list[tuple[str, Array]]:
+  f = options.formats
+  present = [("mu", True), ("nu", True), ("master", f.master is not None)]
+  for part, fmt in (("mu_scale", f.mu), ("nu_scale", f.nu), ("master_scale", f.master)):
+    present.append((part, fmt is not None and fmt.scaling is not None))
+  return [(name, getattr(state, name)) for name, there in present if there]
+
+
+def _call(
+    name: str,
+    grads: Sequence[Array],
+    params: Sequence[Array | None],
+    states: Sequence[LeafState],
+    step_words: Array,
+    options: Sequence[LeafOptions],
+) -> list[tuple[Array, LeafState]]:
+  tensor = any(f is not None and f.scaling == "tensor" for o in options for f in o.formats)
+  operands: list[Array] = []
+  results = []
+  aliases = {}
+  first = 1 + tensor
+  for g, p, s, o in zip(grads, params, states, options, strict=True):
+    operands.append(g)
+    if p is not None:
+      if o.fused:
+        aliases[first + len(operands)] = len(results)
+      operands.append(p)
+    results.append(_result(g, o.out_dtype))
+    for _, x in _present(s, o):
+      aliases[first + len(operands)] = len(results)
+      operands.append(x)
+      results.append(_result(x, x.dtype))
+  attributes = np.asarray(
+      [leaf_attributes(tuple(g.shape), o, p is not None) for g, p, o in zip(grads, params, options, strict=True)],
+      np.int64,
+  ).reshape(-1)
+  absmax = []
+  if tensor:
+    absmax = [
+        jax.ffi.ffi_call(
+            f"optax_lowprec_{name}_absmax",
+            jax.ShapeDtypeStruct((3 * len(grads),), jnp.float32),
+            vmap_method="sequential",
+        )(step_words, *operands, leaves=attributes)
+    ]
+  out = iter(
+      jax.ffi.ffi_call(
+          f"optax_lowprec_{name}_step", results, vmap_method="sequential", input_output_aliases=aliases
+      )(step_words, *absmax, *operands, leaves=attributes, tensor=np.int64(tensor))
+  )
+  rows = []
+  for s, o in zip(states, options, strict=True):
+    first_result = next(out)
+    rows.append((first_result, s._replace(**{k: next(out) for k, _ in _present(s, o)})))
+  return rows
+
+
+def tree_step(
+    name: str,
+    grads: Sequence[Array],
+    params: Sequence[Array | None],
+    states: Sequence[LeafState],
+    hyper: Hyper,
+    options: Sequence[LeafOptions],
+) -> list[tuple[Array, LeafState]]:
+  """One step of float32, bfloat16 or float16 leaves by a compiled implementation: see ``reference.leaf_step``."""
+  step_words = words(hyper)
+  rows: list[tuple[Array, LeafState]] = []
+  for i in range(0, len(grads), LEAVES_PER_CALL):
+    j = i + LEAVES_PER_CALL
+    rows += _call(name, grads[i:j], params[i:j], states[i:j], step_words, options[i:j])
+  return rows
