@@ -22,7 +22,6 @@ import trees
 
 import optax_lowprec as olp
 
-F8 = olp.StateFormat("float8_e4m3fn")
 SR_MU = olp.StateFormat("float8_e4m3fn", rounding="stochastic")
 SR_NU = olp.StateFormat("float8_e4m3fn", transform="sqrt", rounding="stochastic")
 TENSOR_NU = olp.StateFormat("float8_e4m3fn", scaling="tensor", transform="sqrt")

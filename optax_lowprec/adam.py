@@ -252,33 +252,28 @@ def apply_gradients(
 
 @jax.tree_util.register_static
 class _Fused:
-  """Passed down through ``update``'s extra arguments to ask our transforms for new parameters.
+  """Passed down through ``update``'s extra arguments to ask our transforms for new parameters as well.
 
-  They answer with tokens in the place of updates. A token that comes back is proof that nothing touched it on the
-  way, and its new parameter is used; anything else means that the answer has to be thrown away.
+  They return updates as ever, and leave here the new parameter that belongs to each. An update that arrives at the
+  end unchanged is proof that nothing touched it on the way: its new parameter stands. What is then not needed of the
+  two is dead code to the compiler.
   """
 
   def __init__(self):
-    self.asked = False
-    self._new: dict[int, tuple[Any, Any]] = {}  # id of the token: token, new parameter
+    self._new: dict[int, tuple[Any, Any]] = {}  # id of the update: update, new parameter
 
-  def answer(self, params: list[Any], new_params: list[Any]) -> list[Any]:
-    self.asked = True
-    tokens = []
-    for p, new in zip(params, new_params, strict=True):
-      token = p if isinstance(p, jax.Array) and id(p) not in self._new else jnp.array(p)
-      self._new[id(token)] = (token, new)
-      tokens.append(token)
-    return tokens
+  @property
+  def asked(self) -> bool:
+    return bool(self._new)
+
+  def answer(self, updates: list[Any], new_params: list[Any]) -> None:
+    self._new |= {id(u): (u, new) for u, new in zip(updates, new_params, strict=True)}
 
   def new_params(self, updates: PyTree, params: PyTree) -> PyTree | None:
-    if not self._new:
-      return None
+    """The new parameters, or None if an update was changed after it left us."""
     leaves = jax.tree.leaves(updates)
-    if len({id(u) for u in leaves} & set(self._new)) != len(self._new):
-      return None
     old, treedef = jax.tree.flatten(params)
-    if len(old) != len(leaves):
+    if not self._new or len(old) != len(leaves) or not self._new.keys() <= {id(u) for u in leaves}:
       return None
     return treedef.unflatten([self._new[id(u)][1] if id(u) in self._new else optax.apply_updates(p, u)
                               for p, u in zip(old, leaves, strict=True)])  # fmt: skip
@@ -334,8 +329,12 @@ def _transform(
       **extra_args: Any,
   ) -> tuple[PyTree, LowPrecisionAdamState]:
     del extra_args
-    fused = _fused if not options.direction else None
-    return _update(updates, state, params, hyper, max_grad_norm, grad_scale, options, fused)
+    arguments = (updates, state, params, hyper, max_grad_norm, grad_scale, options)
+    out, new_state = _update(*arguments, fused=False)
+    if _fused is not None and not options.direction:
+      new_params, new_state = _update(*arguments, fused=True)
+      _fused.answer(jax.tree.leaves(out), jax.tree.leaves(new_params))
+    return out, new_state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -399,7 +398,8 @@ def _update(
     max_grad_norm: Any,
     grad_scale: Any,
     options: _Options,
-    fused: _Fused | None,
+    *,
+    fused: bool,
 ) -> tuple[PyTree, LowPrecisionAdamState]:
   if not state_lib.is_state(state):
     raise ValueError(f"expected this transform's state, a LowPrecisionAdamState, not {type(state).__name__}")
@@ -441,7 +441,7 @@ def _update(
             nesterov=options.nesterov,
             eps_root=not _is_static_zero(hyper["eps_root"]),
             direction=options.direction,
-            fused=fused is not None,
+            fused=fused,
             skippable=options.skip_nonfinite,
             out_dtype=jnp.dtype(grad.dtype if options.direction else like.dtype),
         )
@@ -471,14 +471,12 @@ def _update(
   for i, (grad, param) in enumerate(zip(g, p, strict=True)):
     if i in set(live):
       value, leaves[i] = next(it)
-    elif fused is not None:
+    elif fused:
       value = param
     else:
       value = grad if param is None else jnp.zeros_like(param)
     result.append(value)
   new_state = state_lib.replace_leaves(state, leaves, count)
-  if fused is not None:
-    result = fused.answer(p, result)
   return jax.tree.unflatten(treedef, result), new_state
 
 

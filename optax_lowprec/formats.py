@@ -380,6 +380,8 @@ def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array
   f = fmt.float
   if fmt.transform == "sqrt":
     x = jnp.sqrt(x)
+  if f.name == "float32" and fmt.scaling is None:
+    return x, jnp.zeros(absent_shape(x.shape), jnp.float32)
   source = x
   if fmt.scaling is None:
     scale = jnp.zeros(absent_shape(x.shape), jnp.float32)

@@ -61,6 +61,7 @@ class LeafState(NamedTuple):
   master_scale: Array
 
 
+@jax.custom_jvp
 def _mul(x: Array, y: Array, zero: Array) -> Array:
   """A product that is rounded before it is added to something.
 
@@ -71,6 +72,13 @@ def _mul(x: Array, y: Array, zero: Array) -> Array:
   if xy.dtype != jnp.float32:
     return xy
   return lax.bitcast_convert_type(lax.bitcast_convert_type(xy, jnp.uint32) | zero, jnp.float32)
+
+
+@_mul.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+  x, y, _ = primals
+  dx, dy, _ = tangents
+  return _mul(*primals), dx * y + x * dy
 
 
 def leaf_step(

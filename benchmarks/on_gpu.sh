@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Everything about the kernels that needs a GPU, in one call: build, tests, sanitizers, profile, times.
+#   benchmarks/on_gpu.sh OUT [build|tests|graph|sanitize|profile|times ...]
+# Results land in OUT; the benchmarks' files there belong into benchmarks/results.
+set -uo pipefail
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+cd "$(dirname "$0")/.."
+parts=${*:-build tests graph sanitize profile times}
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 PYTHONUNBUFFERED=1
+
+# Runs one part, its whole output in a log of its own, its last lines here.
+part() {
+  local name=$1 lines=$2
+  shift 2
+  local start=$SECONDS
+  "$@" >"$out/$name.log" 2>&1
+  local rc=$?
+  echo "== $name: exit $rc after $((SECONDS - start)) s"
+  tail -n "$lines" "$out/$name.log"
+  return $rc
+}
+
+build() {
+  cmake -S xla_ffi -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")" \
+    -DCMAKE_INSTALL_PREFIX="$PWD" -DOPTAX_LOWPREC_CUDA_ARCHS=90 && cmake --build build/gpu && cmake --install build/gpu
+}
+
+for p in $parts; do
+  case $p in
+    build) part build 3 build || exit 1 ;;
+    tests) part tests 15 "$python" -m pytest -q -p no:cacheprovider -n 4 --durations=5 tests ;;
+    kernels) part kernels 15 "$python" -m pytest -q -p no:cacheprovider tests/test_kernels.py ;;
+    graph) part graph 5 "$python" benchmarks/cuda_graph.py ;;
+    sanitize)
+      for tool in memcheck racecheck initcheck; do
+        part "sanitize_$tool" 4 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" benchmarks/one_step.py --small
+      done
+      ;;
+    profile)
+      part profile 40 ncu --clock-control none --set full --launch-skip 4 --launch-count 3 -k regex:step \
+        --page details "$python" benchmarks/one_step.py
+      ;;
+    times)
+      for tree in llama1b gpt2 many odd; do
+        part "times_$tree" 22 "$python" benchmarks/step_time.py --tree "$tree" --out "$out"
+      done
+      ;;
+    *) echo "unknown part $p" && exit 2 ;;
+  esac
+done

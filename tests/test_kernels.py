@@ -1,0 +1,275 @@
+"""The compiled implementations: what is built is used, agrees bit for bit, works in place, and fails clearly."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import table
+
+import optax_lowprec as olp
+from optax_lowprec import ffi
+from optax_lowprec import StateFormat
+
+ON_GPU = jax.default_backend() == "gpu"
+KERNELS = tuple(name for name in olp.available_implementations() if name == ("cuda" if ON_GPU else "cpu"))
+
+F8, F8_SQRT, F16 = (
+    StateFormat("float8_e4m3fn"),
+    StateFormat("float8_e4m3fn", transform="sqrt"),
+    StateFormat("float16"),
+)
+# The combinations that have kernels of their own.
+SPECIALISED = {
+    "bf16_remainder16_fp8_fp8": (jnp.bfloat16, dict(master="remainder16")),
+    "bf16_remainder8_fp8_fp8": (jnp.bfloat16, dict(master="remainder8")),
+    "bf16_f16_fp8_fp8": (jnp.bfloat16, dict(master=F16)),
+    "f32_fp8_fp8": (jnp.float32, {}),
+    "bf16_remainder16_fp8_f16": (jnp.bfloat16, dict(nu=F16)),
+    "bf16_remainder8_fp8_f16": (jnp.bfloat16, dict(master="remainder8", nu=F16)),
+    "bf16_f16_fp8_f16": (jnp.bfloat16, dict(master=F16, nu=F16)),
+    "f32_fp8_f16": (jnp.float32, dict(nu=F16)),
+    "f32_f32_f32": (jnp.float32, dict(mu="float32", nu="float32")),
+    "bf16_f32_f32_f32": (jnp.bfloat16, dict(mu="float32", nu="float32", master="float32")),
+    "stochastic": (
+        jnp.bfloat16,
+        dict(
+            mu=StateFormat("float8_e4m3fn", rounding="stochastic"),
+            nu=StateFormat("float8_e4m3fn", transform="sqrt", rounding="stochastic"),
+        ),
+    ),
+    "stochastic_masters": (jnp.bfloat16, dict(master=StateFormat("remainder8", rounding="stochastic"))),
+    "f32_stochastic": (
+        jnp.float32,
+        dict(
+            mu=StateFormat("float8_e4m3fn", rounding="stochastic"),
+            nu=StateFormat("float8_e4m3fn", transform="sqrt", rounding="stochastic"),
+        ),
+    ),
+    "tensor": (
+        jnp.bfloat16,
+        dict(
+            mu=StateFormat("float8_e4m3fn", "tensor"),
+            nu=StateFormat("float8_e4m3fn", "tensor", transform="sqrt"),
+            master=StateFormat("float16", "tensor"),
+        ),
+    ),
+    "blocks_of_48": (jnp.bfloat16, dict(mu=StateFormat("float8_e5m2", block_size=48), nu=StateFormat("bfloat16"))),
+}
+# Flat blocks, rows that no block fits, misaligned rows, short and empty ones, one leaf of several launch blocks.
+SHAPES = {
+    **table.SHAPES,
+    "odd_rows": (37, 50257 // 37),
+    "misaligned": (9, 129),
+    "one_row": (3001,),
+    "aligned": (257, 256),
+}
+
+
+def steps_of(implementation, dtype, formats, fused, n=20, grad_dtype=None, **kw):
+  params = table.tree(SHAPES, dtype)
+  gradients = table.Gradients(SHAPES, scales={"aligned": 1e-3})
+  tx = olp.adamw(1e-2, weight_decay=0.1, min_quantized_size=0, implementation=implementation, **{**formats, **kw})
+  cast = lambda t, p: jax.tree.map(lambda g: g.astype(grad_dtype or g.dtype), gradients.at(t, p))
+  return table.run_steps(tx, params, cast, n, mode="scan", fused=fused)
+
+
+def assert_same_codes(got, want):
+  """Bit for bit on a CPU. On a GPU XLA itself does not flush subnormals as we do: at most one code in 10,000."""
+  pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+  different = sum(int((table.bits(x) != table.bits(y)).sum()) for x, y in pairs)
+  total = sum(x.size for x, _ in pairs)
+  assert different <= (total * 1e-4 if ON_GPU else 0), f"{different} of {total} codes differ"
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "chain"])
+@pytest.mark.parametrize("name", SPECIALISED)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_stores_what_the_reference_stores(kernel, name, fused):
+  dtype, formats = SPECIALISED[name]
+  got = steps_of(kernel, dtype, formats, fused)
+  want = steps_of("jnp", dtype, formats, fused)
+  assert_same_codes(got, want)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "chain"])
+@pytest.mark.parametrize("grad_dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["g32", "gb16", "g16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_of_every_dtype(kernel, grad_dtype, fused):
+  for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+    got = steps_of(kernel, dtype, {}, fused, n=5, grad_dtype=grad_dtype, nesterov=True, eps_root=1e-9)
+    want = steps_of("jnp", dtype, {}, fused, n=5, grad_dtype=grad_dtype, nesterov=True, eps_root=1e-9)
+    assert_same_codes(got, want)
+
+
+def _addresses(tree):
+  return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.size]
+
+
+@pytest.mark.parametrize("name", ["bf16_remainder16_fp8_fp8", "bf16_remainder8_fp8_fp8", "f32_fp8_fp8", "f32_f32_f32"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_donated_step_is_in_place_and_needs_no_memory(kernel, name):
+  """Case 9 of DESIGN's list too: the temporaries do not grow with the parameters."""
+  dtype, formats = SPECIALISED[name]
+  tx = olp.adamw(1e-2, implementation=kernel, **formats)
+  params = {f"w{i}": jnp.full((1024, 1024), 0.1, dtype) for i in range(12)} | {"b": jnp.ones((1024,), dtype)}
+  state = jax.jit(tx.init)(params)
+  grads = jax.tree.map(jnp.ones_like, params)
+  step = jax.jit(lambda p, s, g: olp.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+  compiled = step.lower(params, state, grads).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < 64 * 1024
+  before = _addresses((params, {k: getattr(state, k) for k in ("mu", "nu", "master", "mu_scale", "nu_scale")}))
+  params, state = compiled(params, state, grads)
+  after = _addresses((params, {k: getattr(state, k) for k in ("mu", "nu", "master", "mu_scale", "nu_scale")}))
+  assert before == after
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "chain"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_donation_inputs_survive(kernel, fused):
+  tx = olp.adamw(1e-2, implementation=kernel, min_quantized_size=0)
+  params = table.tree(SHAPES, jnp.bfloat16)
+  state = tx.init(params)
+  copy = jax.tree.map(lambda x: np.array(x), (params, state))
+  run = jax.jit(lambda p, s: olp.apply_gradients(tx, p, s, p) if fused else tx.update(p, s, p))
+  jax.block_until_ready(run(params, state))
+  table.assert_same_bits(copy, jax.tree.map(lambda x: np.array(x), (params, state)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_skipped_step_changes_nothing(kernel):
+  for donate in ((), (0, 1)):
+    for fused in (True, False):
+      tx = olp.adamw(1e-2, implementation=kernel, min_quantized_size=0, skip_nonfinite=True)
+      params = table.tree(SHAPES, jnp.bfloat16)
+      state = tx.init(params)
+      run = jax.jit(lambda p, s, g, tx=tx, f=fused: olp.apply_gradients(tx, g, s, p) if f else
+                    (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, s, p)), donate_argnums=donate)  # fmt: skip
+      params, state = run(params, state, jax.tree.map(jnp.copy, params))
+      copy = jax.tree.map(lambda x: np.array(x), (params, state))
+      bad = jax.tree.map(jnp.copy, params)
+      bad["bias"] = bad["bias"].at[3].set(jnp.inf)
+      table.assert_same_bits(copy, jax.tree.map(lambda x: np.array(x), run(params, state, bad)))
+
+
+# --- choice of an implementation ------------------------------------------------------------------------------------
+
+
+def test_what_could_be_built_was_built():
+  """A build that fails leaves jnp alone, which would pass everything else unseen."""
+  if shutil.which("g++") or shutil.which("c++") or shutil.which("clang++"):
+    assert ffi.usable("cpu")
+  if shutil.which("nvcc"):
+    assert ffi.usable("cuda")
+
+
+def _lowered_for_cuda(n, **kw):
+  tx = olp.adamw(1e-2, **kw)
+  params = [jnp.ones((256, 128), jnp.bfloat16)] * n
+  state = tx.init(params)
+  step = jax.jit(lambda p, s, g: olp.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+  return step.trace(params, state, params).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(not ffi.usable("cuda"), reason="no CUDA library: there is no nvcc (test_what_could_be_built_was_built)")
+def test_program_for_cuda_calls_the_kernel():
+  text = _lowered_for_cuda(120)
+  calls = re.findall(r"custom_call @optax_lowprec_cuda_step", text)
+  assert len(calls) == -(-120 // ffi.LEAVES_PER_CALL)
+  # Parameter, two moments, remainder and two scales of each leaf are updated in place.
+  assert len(re.findall(r"#stablehlo.output_operand_alias", text)) == 6 * 120
+  assert "optax_lowprec_cpu" not in text
+  assert "stablehlo.sqrt" not in re.sub(r"tensor<f32>", "", "\n".join(x for x in text.splitlines() if "256x128" in x))
+
+
+@pytest.mark.skipif(not ffi.usable("cpu"), reason="no CPU library: there is no compiler (test_what_could_be_built_was_built)")
+def test_program_for_another_platform_is_jnp():
+  tx = olp.adamw(1e-2)
+  params = [jnp.ones((256, 128), jnp.bfloat16)]
+  text = jax.jit(tx.update).trace(params, tx.init(params), params).lower(lowering_platforms=("tpu",)).as_text()
+  assert "custom_call @optax_lowprec" not in text
+
+
+def test_naming_an_implementation_that_is_missing_says_how_to_get_it():
+  missing = [n for n in ("cuda", "cpu") if n not in olp.available_implementations()]
+  for name in missing:
+    with pytest.raises(ValueError, match=f"implementation='{name}' is not available here"):
+      olp.adamw(1e-3, implementation=name)
+  with pytest.raises(ValueError, match="must be None or one of"):
+    olp.adamw(1e-3, implementation="tpu")
+
+
+# --- libraries that do not fit --------------------------------------------------------------------------------------
+
+_SCRIPT = """
+    import pathlib, sys, warnings
+    import jax
+    from optax_lowprec import ffi
+    ffi.LIBRARY_FOLDER = pathlib.Path(sys.argv[1])
+    import optax_lowprec as olp, jax.numpy as jnp, optax
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      tx = olp.adamw(1e-2)
+      params = {"w": jnp.ones((128, 128))}
+      updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+      params = optax.apply_updates(params, updates)
+    print("devices", jax.devices())
+    print("used", olp.available_implementations())
+    print("moved", float(params["w"][0, 0]) < 1)
+    print("warned", [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)])
+"""
+
+
+def _run_with_libraries(folder):
+  result = subprocess.run(
+      [sys.executable, "-c", textwrap.dedent(_SCRIPT), str(folder)],
+      capture_output=True, text=True, timeout=240, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False,
+  )  # fmt: skip
+  assert result.returncode == 0, result.stderr
+  assert "moved True" in result.stdout
+  assert "used ('jnp',)" in result.stdout
+  assert "devices [CpuDevice(id=0)]" in result.stdout
+  return result.stdout
+
+
+def test_no_library_is_jnp_without_a_warning(tmp_path):
+  """As where no compiler was found at installation."""
+  assert "warned []" in _run_with_libraries(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="makes small libraries with a C compiler")
+@pytest.mark.parametrize(
+    "source, complaint",
+    [
+        (
+            "int optax_lowprec_ffi_api_version(void) { return 65536 * 0 + 9999; } "
+            "void OptaxLowprecStep(void) {} void OptaxLowprecAbsmax(void) {}",
+            "built for FFI API 0.9999",
+        ),
+        ("int optax_lowprec_ffi_api_version(void) { return 1; }", "cannot be loaded"),
+        (None, "cannot be loaded"),
+    ],
+    ids=["too_new", "missing_symbol", "not_a_library"],
+)
+def test_case_24_library_that_does_not_fit(tmp_path, source, complaint):
+  """A clear warning, jnp, and the CPU backend still starts (moreau #32, cuEquivariance #303)."""
+  library = tmp_path / "liboptax_lowprec_cpu.so"
+  if source is None:
+    library.write_text("no library at all")
+  else:
+    code = tmp_path / "library.c"
+    code.write_text(source)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(code)], check=True)
+  assert complaint in _run_with_libraries(tmp_path)
+
+
+def test_libraries_come_from_the_package_alone():
+  assert ffi.LIBRARY_FOLDER == pathlib.Path(olp.__file__).parent / "_lib"
