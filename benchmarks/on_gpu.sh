@@ -23,15 +23,15 @@ part() {
 }
 
 build() {
-  cmake -S xla_ffi -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")" \
+  cmake -S xla_ffi -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE="$(command -v "$python")" \
     -DCMAKE_INSTALL_PREFIX="$PWD" -DOPTAX_LOWPREC_CUDA_ARCHS=90 && cmake --build build/gpu && cmake --install build/gpu
 }
 
 for p in $parts; do
   case $p in
     build) part build 3 build || exit 1 ;;
-    tests) part tests 15 "$python" -m pytest -q -p no:cacheprovider -n 4 --durations=5 tests ;;
-    kernels) part kernels 15 "$python" -m pytest -q -p no:cacheprovider tests/test_kernels.py ;;
+    tests) part tests 15 "$python" -m pytest -q -p no:cacheprovider -o filterwarnings=default -n 4 --durations=5 tests ;;
+    kernels) part kernels 15 "$python" -m pytest -q -p no:cacheprovider -o filterwarnings=default tests/test_kernels.py ;;
     graph) part graph 5 "$python" benchmarks/cuda_graph.py ;;
     sanitize)
       for tool in memcheck racecheck initcheck; do
@@ -39,7 +39,7 @@ for p in $parts; do
       done
       ;;
     profile)
-      part profile 40 ncu --clock-control none --set full --launch-skip 4 --launch-count 3 -k regex:step \
+      part profile 40 ncu --clock-control none --set full --launch-skip 4 --launch-count 3 -k regex:Kernel \
         --page details "$python" benchmarks/one_step.py
       ;;
     times)

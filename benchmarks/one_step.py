@@ -1,7 +1,7 @@
 """A few steps of the kernels, for profilers and sanitizers.
 
     compute-sanitizer --tool memcheck python benchmarks/one_step.py --small
-    ncu --launch-skip 4 --launch-count 3 -k regex:step python benchmarks/one_step.py
+    ncu --launch-skip 4 --launch-count 3 -k regex:Kernel python benchmarks/one_step.py
 """
 
 import argparse
@@ -18,8 +18,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--small", action="store_true", help="odd little shapes in many formats, instead of llama1b")
   args = parser.parse_args()
-  shapes = trees.llama()
-  formats = [(jnp.bfloat16, dict(master="remainder16"))]
+  shapes = trees.llama()[3:13]
+  formats = [(jnp.bfloat16, dict(master="remainder16")), (jnp.float32, dict(mu="float32", nu="float32"))]
   if args.small:
     shapes = [(), (1,), (7,), (5, 3), (64, 257), (3, 3, 16, 32), (0,), (512, 128), (37, 1358), (9, 129), (3001,)]
     stochastic = dict(mu=step_time.SR_MU, nu=step_time.SR_NU)

@@ -272,6 +272,7 @@ class _Fused:
   def new_params(self, updates: PyTree, params: PyTree) -> PyTree | None:
     """The new parameters, or None if an update was changed after it left us."""
     leaves = jax.tree.leaves(updates)
+    treedef: Any
     old, treedef = jax.tree.flatten(params)
     if not self._new or len(old) != len(leaves) or not self._new.keys() <= {id(u) for u in leaves}:
       return None
@@ -362,8 +363,9 @@ def _paths(tree: PyTree) -> list[str]:
 
 
 def _check_same_tree(grads: PyTree, params: PyTree) -> None:
-  strip = lambda t: jax.tree.structure(t, is_leaf=state_lib.is_box)
-  if jax.tree.structure(grads) == jax.tree.structure(params) or strip(grads) == strip(params):
+  strip: Any = lambda t: jax.tree.structure(t, is_leaf=state_lib.is_box)
+  structure: Any = jax.tree.structure
+  if structure(grads) == structure(params) or strip(grads) == strip(params):
     return
   mine, theirs = _paths(grads), _paths(params)
   for name in theirs:

@@ -10,6 +10,7 @@ import functools
 import math
 import pathlib
 import re
+import sys
 from typing import Any
 import warnings
 
@@ -24,7 +25,6 @@ from optax_lowprec.reference import Hyper, LeafOptions, LeafState
 
 Array = jax.Array
 
-LIBRARY_FOLDER = pathlib.Path(__file__).parent / "_lib"
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 # Compile time grows faster than the number of aliased buffers of one call; so do not put all leaves into one.
 LEAVES_PER_CALL = 50
@@ -50,6 +50,11 @@ class UnusableLibraryError(Exception):
   """Why an implementation's library cannot be used, and what to do about it."""
 
 
+def library_folders() -> list[pathlib.Path]:
+  """Where the libraries may be: inside the package. An editable installation has a part of it in site-packages."""
+  return [pathlib.Path(folder) / "_lib" for folder in sys.modules[__package__].__path__]
+
+
 def _jaxlib_api_version() -> tuple[int, int]:
   """The FFI API version of the installed jaxlib, from the headers that it ships."""
   text = (pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text()
@@ -59,7 +64,7 @@ def _jaxlib_api_version() -> tuple[int, int]:
   return int(major[1]), int(minor[1])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load(name: str) -> ctypes.CDLL:
   """Loads and registers the library of an implementation, once a process.
 
@@ -69,8 +74,9 @@ def load(name: str) -> ctypes.CDLL:
   Raises:
     UnusableLibraryError: says what is wrong and what to do.
   """
-  path = LIBRARY_FOLDER / f"liboptax_lowprec_{name}.so"
-  if not path.is_file():
+  paths = [folder / f"liboptax_lowprec_{name}.so" for folder in library_folders()]
+  path = next((p for p in paths if p.is_file()), None)
+  if path is None:
     compiler = "a C++ compiler" if name == "cpu" else "nvcc (the CUDA toolkit, or the wheels of jax[cuda13])"
     raise UnusableLibraryError(f"not built: install {compiler} and reinstall optax-lowprec")
   try:
@@ -94,7 +100,7 @@ def load(name: str) -> ctypes.CDLL:
   return library
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def usable(name: str) -> bool:
   """Whether the library can be used; warns once where one is there and cannot."""
   try:
@@ -164,7 +170,7 @@ def _call(
 ) -> list[tuple[Array, LeafState]]:
   tensor = any(f is not None and f.scaling == "tensor" for o in options for f in o.formats)
   operands: list[Array] = []
-  results = []
+  results: list[jax.ShapeDtypeStruct] = []
   aliases = {}
   first = 1 + tensor
   for g, p, s, o in zip(grads, params, states, options, strict=True):

@@ -47,7 +47,8 @@ class TrainState(train_state.TrainState):
 def _pure(tree: PyTree) -> PyTree:
   if hasattr(nnx, "as_pure"):
     return nnx.as_pure(tree)
-  return nnx.to_arrays(nnx.pure(tree))  # flax < 0.12.2
+  old_nnx: Any = nnx
+  return old_nnx.to_arrays(nnx.pure(tree))  # flax < 0.12.2
 
 
 class Optimizer(nnx.Optimizer):

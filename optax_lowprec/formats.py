@@ -74,7 +74,7 @@ FLOATS: dict[str, Float] = {
         Float("float8_e5m2", 8, 2, -14, 57344.0, 57344.0, 0x7E),
     )
 }
-REMAINDERS = {"remainder16": jnp.dtype("int16"), "remainder8": jnp.dtype("int8")}
+REMAINDERS: dict[str, np.dtype] = {"remainder16": jnp.dtype("int16"), "remainder8": jnp.dtype("int8")}
 _DEFAULT_SCALING: dict[str, Scaling] = {
     "float32": None,
     "bfloat16": None,
@@ -186,7 +186,7 @@ def canonical_format(spec: Any, part: Part) -> Any:
     except ValueError as e:
       raise ValueError(f"{part}: {e}") from None
     # Plain float8 cannot span the range of squared gradients; its square root can (docs/numerics.md).
-    transform = "sqrt" if part == "nu" and name.startswith("float8") else None
+    transform: Transform = "sqrt" if part == "nu" and name.startswith("float8") else None
     fmt = StateFormat(name, scaling=_DEFAULT_SCALING.get(name), transform=transform)
   if part != "master" and fmt.is_remainder:
     raise ValueError(f"{part}={fmt.dtype!r}: only the master can be kept as a remainder of the parameter")
@@ -304,9 +304,9 @@ def position_bits(shape: tuple[int, ...], key: Array, leaf: int) -> Array:
 class Noise(NamedTuple):
   """Uniform 16-bit integers, one for each element and part."""
 
-  mu: Array
-  nu: Array
-  master: Array
+  mu: Array | None
+  nu: Array | None
+  master: Array | None
 
 
 def noise(shape: tuple[int, ...], key: Array, leaf: int) -> Noise:
@@ -395,15 +395,18 @@ def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array
     x = x * expand_scale(inverse, x.shape, fmt)
   code = round_to_code(x, f, noise16 if fmt.rounding == "stochastic" else None)
   if positive:
-    smallest = 1 if f.saturates else np.float32(f.min_positive if fmt.scaling else 2.0**-126).view(np.uint32) >> f.drop
+    lowest = np.float32(f.min_positive if fmt.scaling else 2.0**-126)
+    smallest = 1 if f.saturates else int(lowest.view(np.uint32)) >> f.drop
     code = jnp.where((source > 0) & (code == 0), jnp.asarray(smallest, code.dtype), code)
   return lax.bitcast_convert_type(code, f.dtype), scale
 
 
-def decode_stored(q: Array, scale: Array, fmt: StateFormat) -> Array:
+def decode_stored(
+    q: Array, scale: Array, fmt: StateFormat, multiply: Callable[[Array, Array], Array] = jnp.multiply
+) -> Array:
   """Codes to float32, without undoing the transform."""
   x = q.astype(jnp.float32)
-  return x if fmt.scaling is None else x * expand_scale(scale, q.shape, fmt)
+  return x if fmt.scaling is None else multiply(x, expand_scale(scale, q.shape, fmt))
 
 
 def decode(q: Array, scale: Array, fmt: StateFormat) -> Array:

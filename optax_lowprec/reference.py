@@ -42,7 +42,7 @@ class LeafOptions(NamedTuple):
   """What is static about the step of one leaf."""
 
   formats: LeafFormats
-  index: int  # position among the leaves, for the random bits
+  index: int  # type: ignore[assignment]  # (hides tuple.index) position among the leaves, for the random bits
   decay: bool  # weight decay applies
   nesterov: bool
   eps_root: bool  # False: eps_root is known to be 0
@@ -137,7 +137,7 @@ def leaf_step(
     elif fmt.master.is_remainder:
       w = formats.decode_remainder(param, state.master)
     else:
-      w = formats.decode(state.master, state.master_scale, fmt.master)
+      w = formats.decode_stored(state.master, state.master_scale, fmt.master, lambda x, y: _mul(x, y, h.zero))
     if options.decay:
       direction = direction + _mul(h.weight_decay, w, h.zero)
     step = _mul(h.learning_rate, direction, h.zero)
@@ -159,7 +159,7 @@ def leaf_step(
     q_nu, nu_scale = formats.encode(nu, fmt.nu, positive=True, noise16=bits.nu)
     new = LeafState(q_mu, q_nu, master, mu_scale, nu_scale, master_scale)
   if options.skippable:
-    unchanged = param if options.fused else jnp.zeros_like(out)
+    unchanged: Any = param if options.fused else jnp.zeros_like(out)
     out = jnp.where(h.skip, unchanged, out)
     new = LeafState(*(jnp.where(h.skip, old, x) for old, x in zip(state, new, strict=True)))
   return out, new

@@ -28,7 +28,7 @@ class FormatRecord(NamedTuple):
   """
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def format_record(formats: Formats) -> FormatRecord:
   attributes = {
       "__slots__": (),
@@ -55,14 +55,14 @@ class LowPrecisionAdamState(NamedTuple):
   A field that no leaf can have under the transform's formats is ``()``.
   """
 
-  count: Array
+  count: Array  # type: ignore[assignment]  # (hides tuple.count)
   mu: PyTree
   nu: PyTree
   master: PyTree
   mu_scale: PyTree
   nu_scale: PyTree
   master_scale: PyTree
-  formats: FormatRecord
+  formats: Any  # a FormatRecord
 
 
 def is_state(x: Any) -> bool:
@@ -141,9 +141,10 @@ def init_leaf(path: Any, p: Any, formats: Formats) -> LeafState:
 
 
 def init(params: PyTree, formats: Formats) -> LowPrecisionAdamState:
+  treedef: Any
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   # Scales have another shape than the parameter, so a box's axis names would not fit them.
-  unboxed = jax.tree.structure(params, is_leaf=is_box)
+  unboxed: Any = jax.tree.structure(params, is_leaf=is_box)
   states = [init_leaf(path, p, formats) for path, p in leaves]
   trees = {}
   absent = absent_fields(formats)
@@ -272,6 +273,7 @@ def _collect(state: PyTree, params: PyTree, read: Callable[[Any, LeafState, Leaf
 
 
 def _as_tree(params: PyTree, values: dict[str, Any], default: Callable[[Any], Any]) -> PyTree:
+  treedef: Any
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   return treedef.unflatten([values[k] if (k := jax.tree_util.keystr(path)) in values else default(p)
                             for path, p in leaves])  # fmt: skip

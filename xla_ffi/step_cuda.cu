@@ -1,0 +1,1132 @@
+// The step on the GPU: one launch for many leaves, one pass over memory.
+//
+// Three kernels, by the geometry of a leaf's blocks:
+//  - vectors: blocks of a power of two of elements, rows and addresses that suit 8 elements a thread;
+//  - strided: any rows, blocks of at most 128 elements, one warp a block;
+//  - general: everything else, element by element.
+// The first two compute branch-free what is right for ordinary values. A thread that meets anything else (an infinity,
+// a NaN, magnitudes near the ends of float32's range) notices it once, for all its elements, and does them again with
+// the exact maths of element.h.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "call_frame.h"
+#include "core.h"
+#include "element.h"
+
+namespace optax_lowprec {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kBlockLength = 128;  // of the specialised kernels
+constexpr int kVector = 8;
+constexpr int kStrided = kBlockLength / kWarp;
+constexpr int kGeneralThreads = 128;
+constexpr int kAbsmaxElements = 4096;  // of a thread block
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+// A leaf and how its elements are handed out. Without block scales, blocks are just pieces of it.
+struct DeviceLeaf : Leaf {
+  int64_t blocks;        // in a row
+  int64_t block_length;  // for the general kernel: the length of a unit, see UnitOf
+  int64_t block_count;   // in all
+};
+
+// What one launch works on, passed as a kernel parameter.
+constexpr int kMaxLeaves = 120;
+struct Table {
+  int leaf_count;
+  uint32_t start[kMaxLeaves + 1];  // the first thread block of each leaf
+  DeviceLeaf leaf[kMaxLeaves];
+};
+static_assert(sizeof(Table) <= 32000, "kernel parameters are limited to 32764 bytes");
+
+__device__ __forceinline__ int FindLeaf(const Table& table, uint32_t thread_block) {
+  int low = 0;
+  int high = table.leaf_count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (table.start[middle] <= thread_block ? low : high) = middle;
+  }
+  return low;
+}
+
+// XLA's buffers are aligned; four loads instead of thirteen.
+__device__ __forceinline__ Hyper ReadHyper(const Hyper* words) {
+  Hyper h;
+#pragma unroll
+  for (int i = 0; i < kHyperWords / 4; ++i) {
+    reinterpret_cast<uint4*>(&h)[i] = __ldg(reinterpret_cast<const uint4*>(words) + i);
+  }
+  return h;
+}
+
+__device__ __forceinline__ float AbsmaxOf(const float* absmax, const Leaf& leaf, int k) {
+  return absmax[kParts * leaf.slot + k];
+}
+
+// --- memory ---------------------------------------------------------------------------------------------------------
+
+// V elements of a thread, packed as in memory. How many words of w are used depends on the dtype.
+template <int V>
+struct alignas(16) Words {
+  uint32_t w[V];
+};
+
+// V consecutive elements at an address that suits vector loads.
+struct VectorAccess {
+  static constexpr int kV = kVector;
+  int64_t first;
+  bool any;
+  bool paired;  // all lanes of the warp have elements, and those of lanes 2i and 2i + 1 follow each other
+
+  __device__ int64_t element(int k) const { return first + k; }
+  __device__ bool has(int) const { return any; }
+
+  template <int kBytes>
+  __device__ void Load(const void* from, Words<kV>& x) const {
+    if (!any) return;
+    const char* p = static_cast<const char*>(from) + first * kBytes;
+    if constexpr (kBytes == 1) {
+      *reinterpret_cast<uint2*>(x.w) = __ldcs(reinterpret_cast<const uint2*>(p));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBytes / 2; ++i) {
+        reinterpret_cast<uint4*>(x.w)[i] = __ldcs(reinterpret_cast<const uint4*>(p) + i);
+      }
+    }
+  }
+
+  template <int kBytes>
+  __device__ void Store(void* to, const Words<kV>& x) const {
+    if (!any) return;
+    char* p = static_cast<char*>(to) + first * kBytes;
+    if constexpr (kBytes == 1) {
+      __stcs(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(x.w));
+    } else if constexpr (kBytes == 2) {
+      __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(x.w));
+    } else {
+      StoreWide(reinterpret_cast<uint4*>(p), x);
+    }
+  }
+
+  // 32 bytes a lane. Storing them one half after the other would reach the L2 cache as half sectors, twice as many
+  // writes: so lanes 2i and 2i + 1 write the sector of the one, then that of the other, half each.
+  __device__ void StoreWide(uint4* p, const Words<kV>& x) const {
+    uint4 low = reinterpret_cast<const uint4*>(x.w)[0];
+    uint4 high = reinterpret_cast<const uint4*>(x.w)[1];
+    if (!paired) {
+      __stcs(p, low);
+      __stcs(p + 1, high);
+      return;
+    }
+    const bool odd = threadIdx.x % 2;
+    const uint4 give = odd ? low : high;
+    const uint4 take = {__shfl_xor_sync(kAllLanes, give.x, 1), __shfl_xor_sync(kAllLanes, give.y, 1),
+                        __shfl_xor_sync(kAllLanes, give.z, 1), __shfl_xor_sync(kAllLanes, give.w, 1)};
+    (odd ? low : high) = take;
+    __stcs(odd ? p - 1 : p, low);
+    __stcs(odd ? p + 1 : p + 2, high);
+  }
+};
+
+// Every 32nd element from `first` on, as far as there are `count` elements.
+struct StridedAccess {
+  static constexpr int kV = kStrided;
+  int64_t first;
+  int64_t count;
+
+  __device__ int64_t element(int k) const { return first + k * kWarp; }
+  __device__ bool has(int k) const { return k * kWarp < count; }
+
+  template <int kBytes>
+  __device__ void Load(const void* from, Words<kV>& x) const {
+#pragma unroll
+    for (int k = 0; k < kV; ++k) {
+      const int64_t i = element(k);
+      if constexpr (kBytes == 4) {
+        if (has(k)) x.w[k] = static_cast<const uint32_t*>(from)[i];
+      } else if constexpr (kBytes == 2) {
+        const uint32_t code = has(k) ? static_cast<const uint16_t*>(from)[i] : 0;
+        x.w[k / 2] |= code << (16 * (k % 2));
+      } else {
+        const uint32_t code = has(k) ? static_cast<const uint8_t*>(from)[i] : 0;
+        x.w[k / 4] |= code << (8 * (k % 4));
+      }
+    }
+  }
+
+  template <int kBytes>
+  __device__ void Store(void* to, const Words<kV>& x) const {
+#pragma unroll
+    for (int k = 0; k < kV; ++k) {
+      if (!has(k)) continue;
+      const int64_t i = element(k);
+      if constexpr (kBytes == 4) {
+        static_cast<uint32_t*>(to)[i] = x.w[k];
+      } else if constexpr (kBytes == 2) {
+        static_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(x.w[k / 2] >> (16 * (k % 2)));
+      } else {
+        static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(x.w[k / 4] >> (8 * (k % 4)));
+      }
+    }
+  }
+};
+
+template <typename Access>
+__device__ __forceinline__ Words<Access::kV> LoadWords(const Access& at, DType d, const void* from) {
+  Words<Access::kV> x = {};
+  switch (Bytes(d)) {
+    case 1: at.template Load<1>(from, x); break;
+    case 2: at.template Load<2>(from, x); break;
+    case 4: at.template Load<4>(from, x); break;
+  }
+  return x;
+}
+
+template <typename Access>
+__device__ __forceinline__ void StoreWords(const Access& at, DType d, void* to, const Words<Access::kV>& x) {
+  switch (Bytes(d)) {
+    case 1: at.template Store<1>(to, x); break;
+    case 2: at.template Store<2>(to, x); break;
+    case 4: at.template Store<4>(to, x); break;
+  }
+}
+
+// The code of element k among packed ones, and its place.
+template <int V>
+__device__ __forceinline__ void Insert(DType d, Words<V>& x, int k, uint32_t code) {
+  const int per_word = 4 / Bytes(d);
+  const int shift = 32 / per_word * (k % per_word);
+  x.w[k / per_word] |= per_word == 1 ? code : (code & (0xFFFFFFFFu >> (32 - 32 / per_word))) << shift;
+}
+
+// --- quick codecs, for finite values --------------------------------------------------------------------------------
+
+__device__ __forceinline__ float2 Float8Pair(uint32_t codes, __nv_fp8_interpretation_t kind) {
+  const __half2_raw half = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), kind);
+  return __half22float2(__half2(half));
+}
+
+template <int V>
+__device__ __forceinline__ void DecodeWords(DType d, const Words<V>& x, float (&out)[V]) {
+  if (d == kF32) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) out[k] = __uint_as_float(x.w[k]);
+  } else if (d == kBF16) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) out[k] = __uint_as_float(k % 2 ? x.w[k / 2] & 0xFFFF0000u : x.w[k / 2] << 16);
+  } else if (d == kF16) {
+#pragma unroll
+    for (int k = 0; k < V; k += 2) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&x.w[k / 2]));
+      out[k] = pair.x;
+      out[k + 1] = pair.y;
+    }
+  } else {
+    const __nv_fp8_interpretation_t kind = d == kE4M3 ? __NV_E4M3 : __NV_E5M2;
+#pragma unroll
+    for (int k = 0; k < V; k += 2) {
+      const float2 pair = Float8Pair((x.w[k / 4] >> (8 * (k % 4))) & 0xFFFFu, kind);
+      out[k] = pair.x;
+      out[k + 1] = pair.y;
+    }
+  }
+}
+
+// Two values to float16, nearest even, saturating.
+__device__ __forceinline__ uint32_t SaturatedHalfPair(float low, float high) {
+  const float limit = 65504.0f;
+  const __half2 pair = __floats2half2_rn(fminf(fmaxf(low, -limit), limit), fminf(fmaxf(high, -limit), limit));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Nearest even; float8 and float16 saturate.
+template <int V>
+__device__ __forceinline__ Words<V> EncodeWords(DType d, const float (&x)[V]) {
+  Words<V> out = {};
+  if (d == kF32) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) out.w[k] = __float_as_uint(x[k]);
+  } else if (d == kBF16) {
+#pragma unroll
+    for (int k = 0; k < V; k += 2) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[k], x[k + 1]);
+      out.w[k / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  } else if (d == kF16) {
+#pragma unroll
+    for (int k = 0; k < V; k += 2) out.w[k / 2] = SaturatedHalfPair(x[k], x[k + 1]);
+  } else {
+    const __nv_fp8_interpretation_t kind = d == kE4M3 ? __NV_E4M3 : __NV_E5M2;
+#pragma unroll
+    for (int k = 0; k < V; k += 4) {
+      const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(x[k], x[k + 1]), __NV_SATFINITE, kind);
+      const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(x[k + 2], x[k + 3]), __NV_SATFINITE, kind);
+      out.w[k / 4] = low | high << 16;
+    }
+  }
+  return out;
+}
+
+// Parameters and updates do not saturate.
+template <int V>
+__device__ __forceinline__ Words<V> CastWords(DType d, const float (&x)[V]) {
+  if (d != kF16) return EncodeWords(d, x);
+  Words<V> out = {};
+#pragma unroll
+  for (int k = 0; k < V; k += 2) {
+    const __half2 pair = __floats2half2_rn(x[k], x[k + 1]);
+    out.w[k / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  return out;
+}
+
+// A finite value with 16 bits of noise below float8_e4m3fn's last place, cut off: the conversion is then exact.
+__device__ __forceinline__ float Dithered(float x, uint32_t noise16) {
+  const uint32_t noise = noise16 << 4;
+  const float min_normal = 0x1p-6f;
+  const uint32_t normal = (__float_as_uint(x) + noise) & 0xFFF00000u;
+  const float small = __uint_as_float((__float_as_uint(fabsf(x) + min_normal) + noise) & 0xFFF00000u) - min_normal;
+  return fabsf(x) < min_normal ? copysignf(small, x) : __uint_as_float(normal);
+}
+
+// --- quick maths ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float MaxOrNan(float a, float b) {
+  float c;
+  asm("max.NaN.ftz.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
+__device__ __forceinline__ float ApproximateRsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float ApproximateReciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The correctly rounded square root of 0 or of a finite x from 2^-100 on: the instructions that the compiler emits for
+// sqrt.rn after it has checked the range, without the check.
+constexpr float kMinRadicand = 0x1p-100f;
+__device__ __forceinline__ float QuickSqrt(float x) {
+  const float y = ApproximateRsqrt(fmaxf(x, kMinRadicand));
+  const float root = x * y;
+  return fmaf(fmaf(-root, root, x), 0.5f * y, root);
+}
+
+// The correctly rounded quotient for a positive divisor, likewise; see Quick for the ranges. The sign is for zeros.
+__device__ __forceinline__ float QuickDivide(float a, float b) {
+  float y = ApproximateReciprocal(b);
+  y = fmaf(y, fmaf(-b, y, 1.0f), y);
+  const float q = a * y;
+  return copysignf(fmaf(y, fmaf(-b, q, a), q), a);
+}
+
+// The scale of a block of a saturating format: its reciprocal needs no care, being a normal number.
+__device__ __forceinline__ Scale QuickScale(float absmax, FloatSpec f) {
+  if (!Saturates(f)) return ScaleOf(absmax, f);
+  const float scale = fmaxf(absmax * f.inverse_max, Float(PowerBits(-126 - MinPositiveExponent(f))));
+  float y = ApproximateReciprocal(scale);
+  y = fmaf(y, fmaf(-scale, y, 1.0f), y);
+  return absmax > 0.0f ? Scale{scale, y} : Scale{0.0f, 0.0f};
+}
+
+// What has to hold for a thread's elements so that the quick maths are exact.
+struct Quick {
+  // Of nonzero magnitudes, as integers less 1, so that 0 is the largest of all.
+  uint32_t min_radicand = 0xFFFFFFFFu;
+  uint32_t min_numerator = 0xFFFFFFFFu;
+  float max_mu = 0.0f, max_root = 0.0f, max_numerator = 0.0f, max_denominator = 0.0f, max_master = 0.0f;
+  float min_denominator = 0x1p127f;
+
+  __device__ void Radicand(float x) { min_radicand = min(min_radicand, __float_as_uint(x) - 1u); }
+  __device__ void Numerator(float a) { min_numerator = min(min_numerator, 2u * __float_as_uint(a) - 1u); }
+
+  // Written so that a NaN anywhere fails.
+  __device__ bool Holds() const {
+    return min_radicand >= PowerBits(-100) - 1u && min_numerator >= 2u * PowerBits(-96) - 1u && max_mu < 0x1p127f &&
+           max_root < 0x1p127f && max_numerator < 0x1p60f && max_denominator < 0x1p30f &&
+           min_denominator > 0x1p-60f && max_master < 0x1p127f;
+  }
+};
+
+// The same words, but the compiler does not know: it shall decode them again and not keep what they decoded to.
+template <int V>
+__device__ __forceinline__ Words<V> Opaque(Words<V> x) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) asm("" : "+r"(x.w[i]));
+  return x;
+}
+
+// --- a thread's elements of a block ---------------------------------------------------------------------------------
+
+constexpr int kAny = -1;
+
+// The formats a kernel is compiled for; kAny reads them from the leaf. Specialised kernels write updates in the
+// parameter's dtype, have blocks for every float8 and float16 part and none for others; only moments are stochastic.
+template <int kG, int kP, int kMuType, int kNuType, int kNuRoot, int kMasterType, bool kStochastic>
+struct Formats {
+  static constexpr bool kRunTime = kG == kAny;
+  static constexpr bool kDithers = kStochastic;
+
+  __device__ static DType g(const Leaf& leaf) { return kRunTime ? leaf.g_dtype : static_cast<DType>(kG); }
+  __device__ static DType p(const Leaf& leaf) { return kRunTime ? leaf.p_dtype : static_cast<DType>(kP); }
+  __device__ static DType out(const Leaf& leaf) { return kRunTime ? leaf.out_dtype : static_cast<DType>(kP); }
+  __device__ static DType part(const Leaf& leaf, int k) {
+    if (kRunTime) return leaf.part[k].dtype;
+    return static_cast<DType>(k == kMu ? kMuType : k == kNu ? kNuType : kMasterType);
+  }
+  __device__ static Scaling scaling(const Leaf& leaf, int k) {
+    if (kRunTime) return leaf.part[k].scaling;
+    const DType d = part(leaf, k);
+    return d == kE4M3 || d == kF16 ? kBlock : kUnscaled;
+  }
+  __device__ static bool nu_root(const Leaf& leaf) { return kRunTime ? leaf.part[kNu].sqrt : kNuRoot != 0; }
+  __device__ static bool stochastic(const Leaf& leaf, int k) {
+    return kRunTime ? leaf.part[k].stochastic : kStochastic && k != kMaster;
+  }
+  static bool Fits(const Leaf& leaf) {
+    if (kRunTime) return true;
+    const auto part_fits = [&](int k, int d, bool dithered) {
+      const Part& part = leaf.part[k];
+      return int{part.dtype} == d && part.stochastic == dithered &&
+             part.scaling == (d == kE4M3 || d == kF16 ? kBlock : kUnscaled);
+    };
+    return !(leaf.flags & kDirection) && int{leaf.g_dtype} == kG && int{leaf.p_dtype} == kP &&
+           int{leaf.out_dtype} == kP &&
+           part_fits(kMu, kMuType, kStochastic) && part_fits(kNu, kNuType, kStochastic) &&
+           part_fits(kMaster, kMasterType, false) && leaf.part[kNu].sqrt == (kNuRoot != 0);
+  }
+};
+
+__device__ __noinline__ uint32_t ExactCode(const Leaf& leaf, const Hyper* words, int k, float source, float inverse,
+                                          int64_t i) {
+  return EncodePart(leaf.part[k], k, source, inverse, PositionBits(LeafKey(words->key, leaf.index), i));
+}
+
+__device__ __noinline__ Remainder ExactRemainder(const Leaf& leaf, const Hyper* words, float master, int64_t i) {
+  const Part& part = leaf.part[kMaster];
+  const uint32_t noise16 = Noise16(kMaster, PositionBits(LeafKey(words->key, leaf.index), i));
+  return EncodeRemainder(master, leaf.p_dtype, RemainderBits(part.dtype), part.stochastic, noise16);
+}
+
+// The largest of `x` in a group of lanes (a power of two).
+__device__ __forceinline__ float GroupMax(float x, int lanes) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    if (offset < lanes) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, offset));
+  }
+  return x;
+}
+
+// Where block number `block` of a leaf begins, and how many elements it has.
+struct Extent {
+  int64_t first;
+  int64_t length;
+};
+__device__ __forceinline__ Extent ExtentOf(const DeviceLeaf& leaf, int64_t block) {
+  int64_t row = 0;
+  int64_t in_row = block;
+  if (leaf.row != leaf.size) {
+    // Rarely does a leaf have so many blocks that 64 bits must be divided.
+    row = block >> 32 ? block / leaf.blocks : static_cast<uint32_t>(block) / static_cast<uint32_t>(leaf.blocks);
+    in_row = block - row * leaf.blocks;
+  }
+  const int64_t column = in_row * leaf.block_length;
+  return {row * leaf.row + column, min(leaf.block_length, leaf.row - column)};
+}
+
+// One part of the elements [first, last), which are one block where the part has blocks, by one warp. The master's pass
+// writes the parameter or update too, and comes before the moments', which it reads.
+__device__ void ExactPart(const DeviceLeaf& leaf, const Hyper* words, const float* absmax, int k, int64_t first,
+                          int64_t last) {
+  const Hyper h = ReadHyper(words);
+  const Part& part = leaf.part[k];
+  const int lane = threadIdx.x % kWarp;
+  Scale s = {1.0f, 1.0f};
+  if (part.scaling == kBlock) {
+    float region_max = 0.0f;
+    for (int64_t i = first + lane; i < last; i += kWarp) {
+      region_max = fmaxf(region_max, Float(FiniteMagnitude(SourceOf(leaf, k, StepElement(leaf, h, i)))));
+    }
+    s = ScaleOf(GroupMax(region_max, kWarp), SpecOf(part.dtype));
+  } else if (part.scaling == kTensor) {
+    s = ScaleOf(AbsmaxOf(absmax, leaf, k), SpecOf(part.dtype));
+  }
+  for (int64_t i = first + lane; i < last; i += kWarp) {
+    const Element e = StepElement(leaf, h, i);
+    if (k != kMaster) {
+      StoreCode(part.dtype, part.out, i, ExactCode(leaf, words, k, SourceOf(leaf, k, e), s.inverse, i));
+      continue;
+    }
+    const float p = leaf.flags & kHasParam ? LoadFloat(leaf.p_dtype, leaf.p, i) : 0.0f;
+    uint32_t param = 0;
+    if (IsRemainder(part.dtype)) {
+      const Remainder r = ExactRemainder(leaf, words, e.master, i);
+      StoreCode(part.dtype, part.out, i, static_cast<uint32_t>(r.rest));
+      param = r.param;
+    } else if (part.dtype != kAbsent) {
+      StoreCode(part.dtype, part.out, i, ExactCode(leaf, words, k, e.master, s.inverse, i));
+      param = CastTo(e.master, leaf.p_dtype);
+    }
+    StoreCode(leaf.out_dtype, leaf.out, i, EncodeResult(leaf, e, param, p));
+  }
+  // No lane needs the block's old scale any more.
+  __syncwarp();
+  if (part.scaling == kBlock && lane == 0) part.scale_out[BlockOf(leaf, part, first)] = s.scale;
+}
+
+// Blocks [block, block + count) of a leaf by one warp, from their inputs on: where the quick maths may be wrong. Nothing
+// of a block may have been written. Not inlined, so that it costs the usual path nothing.
+__device__ __noinline__ void ExactBlocks(const DeviceLeaf& leaf, const Hyper* words, const float* absmax, int64_t block,
+                                         int count) {
+  for (const int64_t end = min(block + count, leaf.block_count); block < end; ++block) {
+    const Extent extent = ExtentOf(leaf, block);
+    for (const int k : {kMaster, kMu, kNu}) ExactPart(leaf, words, absmax, k, extent.first, extent.first + extent.length);
+  }
+}
+
+// Steps a thread's elements of one block; `lanes` threads share the block, this is number `lane` of them.
+template <typename F, typename Access>
+__device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* words, const float* absmax,
+                                          const Access& at, int64_t block, int lane, int lanes) {
+  constexpr int V = Access::kV;
+  const Hyper h = ReadHyper(words);
+  const uint32_t flags = leaf.flags;
+  const bool fused = flags & kFused;
+  const DType master_type = F::part(leaf, kMaster);
+  const bool remainder = IsRemainder(master_type);
+  // Beside a float master, the old parameter counts only for the difference to the new one.
+  const bool needs_param = flags & kDirection ? false : master_type == kAbsent || remainder || !fused;
+
+  const Words<V> g_words = LoadWords(at, F::g(leaf), leaf.g);
+  const Words<V> p_words = needs_param ? LoadWords(at, F::p(leaf), leaf.p) : Words<V>{};
+  const Words<V> mu_words = LoadWords(at, F::part(leaf, kMu), leaf.part[kMu].in);
+  const Words<V> nu_words = LoadWords(at, F::part(leaf, kNu), leaf.part[kNu].in);
+  const Words<V> master_words = LoadWords(at, master_type, leaf.part[kMaster].in);
+  const bool exists = at.has(0);
+  float scale[kParts];
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) {
+    const Scaling scaling = F::scaling(leaf, k);
+    scale[k] = scaling == kUnscaled || !exists ? 1.0f : leaf.part[k].scale_in[scaling == kBlock ? block : 0];
+  }
+
+  float mu[V], nu[V], stored[V], w[V], update[V];
+  Quick quick;
+  {
+    float g[V], numerator[V], denominator[V];
+    DecodeWords(F::g(leaf), g_words, g);
+    DecodeWords(F::part(leaf, kMu), mu_words, mu);
+    DecodeWords(F::part(leaf, kNu), nu_words, nu);
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      g[k] = g[k] * h.grad_scale;
+      mu[k] = StepMu(h, g[k], mu[k] * scale[kMu]);
+      const float old = nu[k] * scale[kNu];
+      nu[k] = StepNu(h, g[k], F::nu_root(leaf) ? old * old : old);
+      quick.Radicand(nu[k]);
+      const float root = QuickSqrt(nu[k]);
+      denominator[k] = root * h.sqrt_nu_factor;
+      numerator[k] = mu[k] * h.mu_factor;
+      quick.max_mu = MaxOrNan(quick.max_mu, fabsf(mu[k]));
+      quick.max_root = MaxOrNan(quick.max_root, root);
+      stored[k] = F::nu_root(leaf) ? root : nu[k];
+    }
+    quick.max_numerator = quick.max_mu * h.mu_factor;
+    if (flags & kNesterov) {
+#pragma unroll
+      for (int k = 0; k < V; ++k) {
+        numerator[k] = numerator[k] + g[k] * h.grad_factor;
+        quick.max_numerator = MaxOrNan(quick.max_numerator, fabsf(numerator[k]));
+      }
+    }
+    if ((flags & kEpsRoot) && h.eps_root != 0.0f) {
+#pragma unroll
+      for (int k = 0; k < V; ++k) {
+        const float radicand = nu[k] * h.nu_factor + h.eps_root;
+        quick.Radicand(radicand);
+        denominator[k] = QuickSqrt(radicand);
+        quick.max_denominator = MaxOrNan(quick.max_denominator, denominator[k]);
+      }
+    } else {
+      quick.max_denominator = quick.max_root * h.sqrt_nu_factor;
+    }
+    quick.max_denominator = quick.max_denominator + h.eps;
+    quick.min_denominator = h.eps;
+#pragma unroll
+    for (int k = 0; k < V; ++k) denominator[k] = denominator[k] + h.eps;
+    if (!(h.eps > 0x1p-60f)) {
+      quick.min_denominator = denominator[0];
+#pragma unroll
+      for (int k = 1; k < V; ++k) quick.min_denominator = fminf(quick.min_denominator, denominator[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      quick.Numerator(numerator[k]);
+      update[k] = QuickDivide(numerator[k], denominator[k]);
+    }
+  }
+
+  if (flags & kDirection) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) w[k] = 0.0f;
+  } else {
+    float p[V];
+    DecodeWords(F::p(leaf), p_words, p);
+    if (remainder) {
+      const bool wide = master_type == kRemainder16;
+#pragma unroll
+      for (int k = 0; k < V; ++k) {
+        const int32_t rest = wide ? static_cast<int16_t>(master_words.w[k / 2] >> (16 * (k % 2)))
+                                  : static_cast<int8_t>(master_words.w[k / 4] >> (8 * (k % 4)));
+        if (F::kRunTime && F::p(leaf) == kF16) {
+          w[k] = DecodeRemainder(p[k], rest, kF16, wide ? 16 : 8);
+        } else {
+          // A negative remainder beside a zero gives a NaN here, and so the exact way.
+          w[k] = __uint_as_float(__float_as_uint(p[k]) + (static_cast<uint32_t>(rest) << (wide ? 0 : 8)));
+        }
+      }
+    } else if (master_type != kAbsent) {
+      DecodeWords(master_type, master_words, w);
+#pragma unroll
+      for (int k = 0; k < V; ++k) w[k] = w[k] * scale[kMaster];
+    } else {
+#pragma unroll
+      for (int k = 0; k < V; ++k) w[k] = p[k];
+    }
+    const bool decay = flags & kDecay;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const float step = Step(h, decay, update[k], w[k]);
+      w[k] = w[k] - step;
+      update[k] = -step;
+      quick.max_master = MaxOrNan(quick.max_master, fabsf(w[k]));
+    }
+  }
+
+  if (__any_sync(kAllLanes, !quick.Holds())) {
+    return ExactBlocks(leaf, words, absmax, block - threadIdx.x % kWarp / lanes, kWarp / lanes);
+  }
+  float region_max[kParts] = {quick.max_mu, F::nu_root(leaf) ? quick.max_root : 0.0f, quick.max_master};
+  if (!F::nu_root(leaf)) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) region_max[kNu] = fmaxf(region_max[kNu], nu[k]);
+  }
+
+  uint32_t noise[V];
+  if (F::kDithers) {
+    const uint32_t key = LeafKey(h.key, leaf.index);
+#pragma unroll
+    for (int k = 0; k < V; ++k) noise[k] = PositionBits(key, at.element(k));
+  }
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) {
+    const DType d = F::part(leaf, k);
+    if (d == kAbsent || IsRemainder(d)) continue;
+    const Scaling scaling = F::scaling(leaf, k);
+    Scale s = {1.0f, 1.0f};
+    if (scaling == kBlock) {
+      s = QuickScale(GroupMax(region_max[k], lanes), SpecOf(d));
+      if (lane == 0 && exists) leaf.part[k].scale_out[block] = s.scale;
+    } else if (scaling == kTensor) {
+      s = ScaleOf(AbsmaxOf(absmax, leaf, k), SpecOf(d));
+    }
+    const float(&source)[V] = k == kMu ? mu : k == kNu ? stored : w;
+    const bool dithers = F::stochastic(leaf, k);
+    Words<V> codes = {};
+    if (F::kRunTime && (dithers || (k == kNu && !Saturates(SpecOf(d)) && scaling != kUnscaled))) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) Insert(d, codes, i, ExactCode(leaf, words, k, source[i], s.inverse, at.element(i)));
+    } else {
+      float x[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) x[i] = scaling == kUnscaled ? source[i] : source[i] * s.inverse;
+      if (k == kNu && Saturates(SpecOf(d))) {
+        // A positive value is never stored as 0. Rarely is one so small.
+        const float least = Float(PowerBits(MinPositiveExponent(SpecOf(d))));
+        const float min_nu = __uint_as_float(quick.min_radicand + 1u);
+        const float min_stored = F::nu_root(leaf) ? min_nu * ApproximateRsqrt(fmaxf(min_nu, kMinRadicand)) : min_nu;
+        if (min_stored * s.inverse < 2.0f * least) {
+#pragma unroll
+          for (int i = 0; i < V; ++i) x[i] = source[i] > 0.0f ? fmaxf(x[i], least) : x[i];
+        }
+      }
+      if (!F::kRunTime && dithers) {
+#pragma unroll
+        for (int i = 0; i < V; ++i) x[i] = Dithered(x[i], Noise16(k, noise[i]));
+      }
+      codes = EncodeWords(d, x);
+    }
+    StoreWords(at, d, leaf.part[k].out, codes);
+  }
+
+  Words<V> result;
+  if (master_type == kAbsent) {
+    result = CastWords(F::out(leaf), fused ? w : update);
+  } else {
+    const DType p_type = F::p(leaf);
+    Words<V> param = {};
+    if (remainder) {
+      const bool wide = master_type == kRemainder16;
+      Words<V> rest = {};
+      if (F::kRunTime && (p_type == kF16 || F::stochastic(leaf, kMaster))) {
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+          const Remainder r = ExactRemainder(leaf, words, w[k], at.element(k));
+          Insert(p_type, param, k, r.param);
+          Insert(master_type, rest, k, static_cast<uint32_t>(r.rest));
+        }
+      } else {
+        // The bits of the master are those of the parameter and the remainder, but for what rounding carries.
+#pragma unroll
+        for (int k = 0; k < V; k += 2) {
+          const uint32_t low = __float_as_uint(w[k]) + (wide ? 0u : 0x80u);
+          const uint32_t high = __float_as_uint(w[k + 1]) + (wide ? 0u : 0x80u);
+          param.w[k / 2] = __byte_perm(low + 0x8000u, high + 0x8000u, 0x7632);
+          if (wide) {
+            rest.w[k / 2] = __byte_perm(low, high, 0x5410);
+          } else {
+            rest.w[k / 4] |= (__byte_perm(low, high, 0x0051) & 0xFFFFu) << (8 * (k % 4));
+          }
+        }
+      }
+      StoreWords(at, master_type, leaf.part[kMaster].out, rest);
+    } else {
+      param = CastWords(p_type, w);
+    }
+    if (fused) {
+      result = param;
+    } else {
+      float x[V], p[V];
+      DecodeWords(p_type, param, x);
+      DecodeWords(p_type, Opaque(p_words), p);
+#pragma unroll
+      for (int k = 0; k < V; ++k) x[k] = x[k] - p[k];
+      result = CastWords(F::out(leaf), x);
+    }
+  }
+  StoreWords(at, fused ? F::p(leaf) : F::out(leaf), leaf.out, result);
+}
+
+// --- skipped steps --------------------------------------------------------------------------------------------------
+
+__device__ void CopyBytes(void* to, const void* from, int64_t begin, int64_t end) {
+  if (to == from) return;
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    static_cast<uint8_t*>(to)[i] = static_cast<const uint8_t*>(from)[i];
+  }
+}
+
+// Leaves the elements [begin, end), whole blocks of every part, as they are.
+__device__ __noinline__ void SkipElements(const Leaf& leaf, int64_t begin, int64_t end) {
+  for (const Part& part : leaf.part) {
+    const int64_t bytes = Bytes(part.dtype);
+    if (part.dtype != kAbsent) CopyBytes(part.out, part.in, begin * bytes, end * bytes);
+    if (part.scaling == kBlock) {
+      const int64_t last = BlockOf(leaf, part, end - 1) + 1;
+      CopyBytes(part.scale_out, part.scale_in, BlockOf(leaf, part, begin) * 4, last * 4);
+    }
+  }
+  const int64_t bytes = Bytes(leaf.out_dtype);
+  if (leaf.flags & kFused) return CopyBytes(leaf.out, leaf.p, begin * bytes, end * bytes);
+  for (int64_t i = begin * bytes + threadIdx.x; i < end * bytes; i += blockDim.x) {
+    static_cast<uint8_t*>(leaf.out)[i] = 0;
+  }
+}
+
+__device__ __forceinline__ bool Skips(const Leaf& leaf, const Hyper* words) {
+  return (leaf.flags & kSkippable) && words->skip;
+}
+
+// --- kernels --------------------------------------------------------------------------------------------------------
+
+__device__ __noinline__ void SkipBlocks(const DeviceLeaf& leaf, int64_t first, int64_t count) {
+  const Extent last = ExtentOf(leaf, min(first + count, leaf.block_count) - 1);
+  SkipElements(leaf, ExtentOf(leaf, first).first, last.first + last.length);
+}
+
+template <typename F>
+__global__ void __launch_bounds__(kThreads, F::kRunTime ? 2 : 4)
+    VectorKernel(const __grid_constant__ Table table, const Hyper* words, const float* absmax) {
+  const int index = FindLeaf(table, blockIdx.x);
+  const DeviceLeaf& leaf = table.leaf[index];
+  const int lanes = F::kRunTime ? static_cast<int>(leaf.block_length) / kVector : kBlockLength / kVector;
+  const int blocks = kThreads / lanes;
+  const int lane = threadIdx.x % lanes;
+  const int64_t first = static_cast<int64_t>(blockIdx.x - table.start[index]) * blocks;
+  if (Skips(leaf, words)) return SkipBlocks(leaf, first, blocks);
+  const int64_t block = first + threadIdx.x / lanes;
+  const Extent extent = ExtentOf(leaf, block);
+  const bool any = block < leaf.block_count && lane * kVector < extent.length;
+  const bool paired = !F::kRunTime && __all_sync(kAllLanes, any);
+  StepBlock<F>(leaf, words, absmax, VectorAccess{extent.first + lane * kVector, any, paired}, block, lane, lanes);
+}
+
+template <typename F>
+__global__ void __launch_bounds__(kThreads, F::kRunTime ? 2 : 4)
+    StridedKernel(const __grid_constant__ Table table, const Hyper* words, const float* absmax) {
+  constexpr int kBlocks = kThreads / kWarp;
+  const int index = FindLeaf(table, blockIdx.x);
+  const DeviceLeaf& leaf = table.leaf[index];
+  const int lane = threadIdx.x % kWarp;
+  const int64_t first = static_cast<int64_t>(blockIdx.x - table.start[index]) * kBlocks;
+  if (Skips(leaf, words)) return SkipBlocks(leaf, first, kBlocks);
+  const int64_t block = first + threadIdx.x / kWarp;
+  if (block >= leaf.block_count) return;
+  const Extent extent = ExtentOf(leaf, block);
+  StepBlock<F>(leaf, words, absmax, StridedAccess{extent.first + lane, extent.length - lane}, block, lane, kWarp);
+}
+
+// One thread block for each unit, one part after the other and one warp for each of its blocks. The master comes first
+// because it needs the old moments; each pass only writes what later ones do not read.
+__global__ void __launch_bounds__(kGeneralThreads)
+    GeneralKernel(const __grid_constant__ Table table, const Hyper* words, const float* absmax) {
+  const int index = FindLeaf(table, blockIdx.x);
+  const DeviceLeaf& leaf = table.leaf[index];
+  const int64_t unit = blockIdx.x - table.start[index];
+  if (Skips(leaf, words)) return SkipBlocks(leaf, unit, 1);
+  const Extent extent = ExtentOf(leaf, unit);
+  const int64_t end = extent.first + extent.length;
+
+  for (const int k : {kMaster, kMu, kNu}) {
+    const Part& part = leaf.part[k];
+    const int64_t length = part.scaling == kBlock ? part.block : kBlockLength;
+    for (int64_t piece = threadIdx.x / kWarp; extent.first + piece * length < end; piece += kGeneralThreads / kWarp) {
+      const int64_t first = extent.first + piece * length;
+      ExactPart(leaf, words, absmax, k, first, min(end, first + length));
+    }
+    __syncthreads();
+  }
+}
+
+// Tensor scales are written last, when no thread block needs the old ones.
+__global__ void TensorScaleKernel(const __grid_constant__ Table table, const Hyper* words, const float* absmax) {
+  for (int i = threadIdx.x; i < table.leaf_count * kParts; i += blockDim.x) {
+    const Leaf& leaf = table.leaf[i / kParts];
+    const int k = i % kParts;
+    const Part& part = leaf.part[k];
+    if (part.scaling != kTensor) continue;
+    const float scale = ScaleOf(AbsmaxOf(absmax, leaf, k), SpecOf(part.dtype)).scale;
+    *part.scale_out = Skips(leaf, words) ? *part.scale_in : scale;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    AbsmaxKernel(const __grid_constant__ Table table, const Hyper* words, float* absmax) {
+  const int index = FindLeaf(table, blockIdx.x);
+  const DeviceLeaf& leaf = table.leaf[index];
+  const int64_t first = static_cast<int64_t>(blockIdx.x - table.start[index]) * kAbsmaxElements;
+  const int64_t end = min(leaf.size, first + kAbsmaxElements);
+  const Hyper h = ReadHyper(words);
+  float region_max[kParts] = {};
+  for (int64_t i = first + threadIdx.x; i < end; i += kThreads) {
+    const Element e = StepElement(leaf, h, i);
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      region_max[k] = fmaxf(region_max[k], Float(FiniteMagnitude(SourceOf(leaf, k, e))));
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) {
+    const float warp_max = GroupMax(region_max[k], kWarp);
+    // Magnitudes compare as integers.
+    if (leaf.part[k].scaling == kTensor && threadIdx.x % kWarp == 0) {
+      atomicMax(reinterpret_cast<int*>(absmax) + kParts * leaf.slot + k, __float_as_int(warp_max));
+    }
+  }
+}
+
+// --- which kernel a leaf gets ---------------------------------------------------------------------------------------
+
+struct Kernel {
+  const void* function;
+  int threads;
+  bool (*fits)(const Leaf&);  // whether the leaf has its formats
+};
+
+template <typename F>
+Kernel Vectors() {
+  return {reinterpret_cast<const void*>(&VectorKernel<F>), kThreads, &F::Fits};
+}
+template <typename F>
+Kernel Strided() {
+  return {reinterpret_cast<const void*>(&StridedKernel<F>), kThreads, &F::Fits};
+}
+
+using AnyFormats = Formats<kAny, kAny, kAny, kAny, kAny, kAny, false>;
+template <int kG, int kP, int kMaster, bool kStochastic = false>
+using Moments8 = Formats<kG, kP, kE4M3, kE4M3, true, kMaster, kStochastic>;
+template <int kG, int kP, int kMaster>
+using MomentsMixed = Formats<kG, kP, kE4M3, kF16, false, kMaster, false>;
+template <int kG, int kP, int kMaster>
+using Moments32 = Formats<kG, kP, kF32, kF32, false, kMaster, false>;
+
+// The first that fits is taken.
+template <int kG>
+struct Specialised {
+  static inline const Kernel kVectors[14] = {
+      Vectors<Moments8<kG, kBF16, kRemainder16>>(),
+      Vectors<Moments8<kG, kBF16, kRemainder8>>(),
+      Vectors<Moments8<kG, kBF16, kF16>>(),
+      Vectors<Moments8<kG, kF32, kAbsent>>(),
+      Vectors<Moments8<kG, kBF16, kRemainder16, true>>(),
+      Vectors<Moments8<kG, kBF16, kRemainder8, true>>(),
+      Vectors<Moments8<kG, kBF16, kF16, true>>(),
+      Vectors<Moments8<kG, kF32, kAbsent, true>>(),
+      Vectors<MomentsMixed<kG, kBF16, kRemainder16>>(),
+      Vectors<MomentsMixed<kG, kBF16, kRemainder8>>(),
+      Vectors<MomentsMixed<kG, kBF16, kF16>>(),
+      Vectors<MomentsMixed<kG, kF32, kAbsent>>(),
+      Vectors<Moments32<kG, kF32, kAbsent>>(),
+      Vectors<Moments32<kG, kBF16, kF32>>(),
+  };
+  static inline const Kernel kStrided[4] = {
+      Strided<Moments8<kG, kBF16, kRemainder16>>(),
+      Strided<Moments8<kG, kBF16, kRemainder8>>(),
+      Strided<Moments8<kG, kBF16, kF16>>(),
+      Strided<Moments8<kG, kF32, kAbsent>>(),
+  };
+};
+const Kernel kOthers[] = {
+    Vectors<AnyFormats>(),
+    Strided<AnyFormats>(),
+    {reinterpret_cast<const void*>(&GeneralKernel), kGeneralThreads, nullptr},
+    {reinterpret_cast<const void*>(&TensorScaleKernel), kThreads, nullptr},
+    {reinterpret_cast<const void*>(&AbsmaxKernel), kThreads, nullptr},
+};
+const Kernel& kAnyVectors = kOthers[0];
+const Kernel& kAnyStrided = kOthers[1];
+const Kernel& kGeneral = kOthers[2];
+const Kernel& kTensorScales = kOthers[3];
+const Kernel& kAbsmax = kOthers[4];
+
+// --- launches -------------------------------------------------------------------------------------------------------
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The least power of two that is not smaller than n.
+int64_t PowerFrom(int64_t n) {
+  int64_t power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+bool Aligned(const Leaf& leaf) {
+  uintptr_t bits = reinterpret_cast<uintptr_t>(leaf.g) | reinterpret_cast<uintptr_t>(leaf.p) |
+                   reinterpret_cast<uintptr_t>(leaf.out);
+  for (const Part& part : leaf.part) {
+    bits |= reinterpret_cast<uintptr_t>(part.in) | reinterpret_cast<uintptr_t>(part.out);
+  }
+  return bits % 16 == 0;
+}
+
+template <size_t N>
+const Kernel* FirstFit(const Kernel (&kernels)[N], const Leaf& leaf) {
+  const Kernel* kernel = std::find_if(kernels, kernels + N, [&](const Kernel& k) { return k.fits(leaf); });
+  return kernel == kernels + N ? nullptr : kernel;
+}
+
+const Kernel* VectorKernelFor(const DeviceLeaf& leaf) {
+  const Kernel* kernel = nullptr;
+  if (leaf.block_length == kBlockLength && leaf.g_dtype == kBF16) kernel = FirstFit(Specialised<kBF16>::kVectors, leaf);
+  if (leaf.block_length == kBlockLength && leaf.g_dtype == kF32) kernel = FirstFit(Specialised<kF32>::kVectors, leaf);
+  return kernel ? kernel : &kAnyVectors;
+}
+
+const Kernel* StridedKernelFor(const DeviceLeaf& leaf) {
+  const Kernel* kernel = nullptr;
+  if (leaf.g_dtype == kBF16) kernel = FirstFit(Specialised<kBF16>::kStrided, leaf);
+  if (leaf.g_dtype == kF32) kernel = FirstFit(Specialised<kF32>::kStrided, leaf);
+  return kernel ? kernel : &kAnyStrided;
+}
+
+// A leaf with its kernel, and how many groups of blocks (those that a thread block does at once) it has.
+struct Work {
+  const Kernel* kernel;
+  DeviceLeaf leaf;
+  int64_t groups;
+};
+
+Work Plan(const Leaf& leaf) {
+  Work work = {nullptr, {leaf}, 0};
+  DeviceLeaf& d = work.leaf;
+  bool alike = true;
+  d.block_length = 0;
+  for (const Part& part : leaf.part) {
+    if (part.scaling != kBlock) continue;
+    alike = alike && (d.block_length == 0 || d.block_length == part.block);
+    d.block_length = part.block;
+  }
+  if (!alike) {
+    d.block_length = UnitOf(leaf);
+    d.blocks = CeilDiv(leaf.row, d.block_length);
+    work.kernel = &kGeneral;
+    work.groups = d.block_count = leaf.size / leaf.row * d.blocks;
+    return work;
+  }
+  if (d.block_length == 0) d.block_length = kBlockLength;
+  // Rows of whole blocks are as good as one long row.
+  if (leaf.row % d.block_length == 0) {
+    d.row = leaf.size;
+    for (Part& part : d.part) part.blocks = part.scaling == kBlock ? leaf.size / part.block : 0;
+  }
+  d.blocks = CeilDiv(d.row, d.block_length);
+  d.block_count = d.size / d.row * d.blocks;
+
+  // A row that is shorter than a block may be spread over the threads of a longer one.
+  const int64_t slot = d.blocks == 1 ? PowerFrom(d.block_length) : d.block_length;
+  const bool power = (slot & (slot - 1)) == 0;
+  if (power && slot >= kVector && slot <= kVector * kWarp && d.row % kVector == 0 && Aligned(leaf)) {
+    d.block_length = slot;
+    work.kernel = VectorKernelFor(d);
+    work.groups = CeilDiv(d.block_count, kThreads / (slot / kVector));
+  } else if (d.block_length <= kBlockLength) {
+    work.kernel = StridedKernelFor(d);
+    work.groups = CeilDiv(d.block_count, kThreads / kWarp);
+  } else {
+    work.kernel = &kGeneral;
+    work.groups = d.block_count;
+  }
+  return work;
+}
+
+// Launches all work, as many leaves at a time as the parameters of a kernel can hold.
+ffi::Error Launch(cudaStream_t stream, std::vector<Work> work, const void* words, const void* absmax) {
+  std::stable_sort(work.begin(), work.end(), [](const Work& a, const Work& b) { return a.kernel < b.kernel; });
+  Table table;
+  const Work* const end = work.data() + work.size();
+  for (const Work* next = work.data(); next != end;) {
+    const Kernel& kernel = *next->kernel;
+    const Work* const alike = std::find_if(next, end, [&](const Work& w) { return w.kernel != &kernel; });
+    while (next != alike) {
+      int64_t thread_blocks = 0;
+      table.leaf_count = 0;
+      for (; next != alike && table.leaf_count < kMaxLeaves; ++next) {
+        const int64_t sum = thread_blocks + next->groups;
+        if (sum > std::numeric_limits<int32_t>::max()) break;
+        table.start[table.leaf_count] = static_cast<uint32_t>(thread_blocks);
+        table.leaf[table.leaf_count++] = next->leaf;
+        thread_blocks = sum;
+      }
+      if (table.leaf_count == 0) {
+        return ffi::Error::InvalidArgument("optax_lowprec: a leaf has too many blocks for one launch");
+      }
+      void* arguments[] = {&table, &words, &absmax};
+      const cudaError_t error = cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(thread_blocks)),
+                                                 dim3(kernel.threads), arguments, 0, stream);
+      if (error != cudaSuccess) return ffi::Error::Internal(std::string("optax_lowprec: ") + cudaGetErrorString(error));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+bool HasTensorScale(const Leaf& leaf) {
+  return std::any_of(leaf.part, leaf.part + kParts, [](const Part& part) { return part.scaling == kTensor; });
+}
+
+ffi::Error HandleStep(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                      ffi::Span<const int64_t> numbers, int64_t tensor) {
+  CallFrame frame(args, rets);
+  if (ffi::Error e = frame.ParseStep(numbers, tensor != 0); e.failure()) return e;
+  std::vector<Work> work;
+  std::vector<Work> tensor_scales;
+  for (const Leaf& leaf : frame.leaves()) {
+    if (leaf.size > 0) work.push_back(Plan(leaf));
+    if (HasTensorScale(leaf)) tensor_scales.push_back({&kTensorScales, {leaf}, 1});
+  }
+  if (ffi::Error e = Launch(stream, std::move(work), frame.words(), frame.absmax()); e.failure()) return e;
+  return Launch(stream, std::move(tensor_scales), frame.words(), frame.absmax());
+}
+
+ffi::Error HandleAbsmax(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        ffi::Span<const int64_t> numbers) {
+  CallFrame frame(args, rets);
+  if (ffi::Error e = frame.ParseAbsmax(numbers); e.failure()) return e;
+  const size_t bytes = kParts * frame.leaf_count() * sizeof(float);
+  if (const cudaError_t error = cudaMemsetAsync(frame.absmax_out(), 0, bytes, stream); error != cudaSuccess) {
+    return ffi::Error::Internal(std::string("optax_lowprec: ") + cudaGetErrorString(error));
+  }
+  std::vector<Work> work;
+  for (const Leaf& leaf : frame.leaves()) {
+    if (leaf.size > 0 && HasTensorScale(leaf)) {
+      work.push_back({&kAbsmax, {leaf}, CeilDiv(leaf.size, kAbsmaxElements)});
+    }
+  }
+  return Launch(stream, std::move(work), frame.words(), frame.absmax_out());
+}
+
+// Loads every kernel: under lazy loading the first launch does, which must not happen while a graph is captured.
+ffi::Error HandleInitialize(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  cudaFuncAttributes attributes;
+  const auto load = [&](const Kernel& kernel) { return cudaFuncGetAttributes(&attributes, kernel.function); };
+  cudaError_t error = cudaSuccess;
+  const auto load_all = [&](const auto& kernels) {
+    for (const Kernel& kernel : kernels) {
+      if (error == cudaSuccess) error = load(kernel);
+    }
+  };
+  load_all(Specialised<kBF16>::kVectors);
+  load_all(Specialised<kF32>::kVectors);
+  load_all(Specialised<kBF16>::kStrided);
+  load_all(Specialised<kF32>::kStrided);
+  load_all(kOthers);
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string("optax_lowprec: cannot load the kernels: ") + cudaGetErrorString(error));
+}
+
+}  // namespace
+}  // namespace optax_lowprec
+
+OLP_EXPORT XLA_FFI_Error* OptaxLowprecStep(XLA_FFI_CallFrame*);
+OLP_EXPORT XLA_FFI_Error* OptaxLowprecAbsmax(XLA_FFI_CallFrame*);
+OLP_EXPORT XLA_FFI_Error* OptaxLowprecInit(XLA_FFI_CallFrame*);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(OptaxLowprecStep, optax_lowprec::HandleStep,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Span<const int64_t>>("leaves")
+                                  .Attr<int64_t>("tensor"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(OptaxLowprecAbsmax, optax_lowprec::HandleAbsmax,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Span<const int64_t>>("leaves"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+// For the initialize stage of both targets.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(OptaxLowprecInit, optax_lowprec::HandleInitialize,
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+OLP_EXPORT int optax_lowprec_ffi_api_version(void) { return optax_lowprec::kFfiApiVersion; }
+// The architectures that CMake compiled for.
+#define OLP_STRING(x) #x
+#define OLP_STRING_OF(x) OLP_STRING(x)
+OLP_EXPORT const char* optax_lowprec_cuda_archs(void) { return OLP_STRING_OF(OLP_CUDA_ARCHS); }
