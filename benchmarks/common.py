@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
       capture_output=True, text=True, check=False,
   ).stdout.strip()  # fmt: skip
   return {
-      "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+      "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
       "commit": commit,
       "device": jax.devices()[0].device_kind,
       "devices": jax.device_count(),

@@ -1,7 +1,7 @@
 """A few steps of the kernels, for profilers and sanitizers.
 
-    compute-sanitizer --tool memcheck python benchmarks/one_step.py --small
-    ncu --launch-skip 4 --launch-count 3 -k regex:Kernel python benchmarks/one_step.py
+compute-sanitizer --tool memcheck python benchmarks/one_step.py --small
+ncu --launch-skip 4 --launch-count 3 -k regex:Kernel python benchmarks/one_step.py
 """
 
 import argparse

@@ -97,9 +97,7 @@ def measure(row: Row, shapes: list[tuple[int, ...]], steps: int, repeats: int) -
   state = jax.jit(init)(params)
   size = sum(x.nbytes for x in jax.tree.leaves((params, state)))
   bytes_moved = 2 * size + sum(g.nbytes for g in grads)
-  loop = jax.jit(
-      lambda p, s, g: lax.fori_loop(0, steps, lambda _, c: step(*c, g), (p, s)), donate_argnums=(0, 1)
-  )
+  loop = jax.jit(lambda p, s, g: lax.fori_loop(0, steps, lambda _, c: step(*c, g), (p, s)), donate_argnums=(0, 1))
   start = time.perf_counter()
   compiled = loop.lower(params, state, grads).compile()
   compile_time = time.perf_counter() - start
@@ -175,11 +173,9 @@ def main() -> None:
       result["of_optax_f32"] = round(result["ms"] / base, 3) if base else ""
     results.append(result)
     print(result, flush=True)
-  path = common.write(
-      f"step_time_{args.tree}_{jax.default_backend()}",
-      {"tree": args.tree, "ceiling_GB/s": round(top, 1), "kernel": kernel, "steps": args.steps, "results": results},
-      args.out,
-  )
+    record = {"tree": args.tree, "ceiling_GB/s": round(top, 1), "kernel": kernel, "steps": args.steps}
+    # After each row: a run that is cut short keeps what it measured.
+    path = common.write(f"step_time_{args.tree}_{jax.default_backend()}", {**record, "results": results}, args.out)
   print(common.table(results, ["row", "ms", "of_optax_f32", "GB/s", "of_ceiling", "temp_MB", "compile_s", "error"]))
   print(f"written to {path.name}")
 

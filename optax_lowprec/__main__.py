@@ -10,7 +10,9 @@ import optax_lowprec as olp
 
 
 def main() -> int:
-  print(f"optax_lowprec {olp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+  print(
+      f"optax_lowprec {olp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+  )
   for name in ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint"):
     try:
       print(f"  {name:<18}{importlib.metadata.version(name)}")

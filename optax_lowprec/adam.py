@@ -312,9 +312,7 @@ def _options(
   )
 
 
-def _transform(
-    hyper: dict[str, Any], max_grad_norm: Any, options: _Options
-) -> optax.GradientTransformationExtraArgs:
+def _transform(hyper: dict[str, Any], max_grad_norm: Any, options: _Options) -> optax.GradientTransformationExtraArgs:
   hyper = {k: _widen(k, v) for k, v in hyper.items()}
 
   def init_fn(params: PyTree) -> LowPrecisionAdamState:
@@ -373,7 +371,9 @@ def _check_same_tree(grads: PyTree, params: PyTree) -> None:
       raise ValueError(f"the gradients have no leaf {name}, which the parameters have: they must be the same tree")
   for name in mine:
     if name not in theirs:
-      raise ValueError(f"the gradients have a leaf {name}, which the parameters do not have: they must be the same tree")
+      raise ValueError(
+          f"the gradients have a leaf {name}, which the parameters do not have: they must be the same tree"
+      )
   raise ValueError(f"gradients and parameters are different trees: {strip(grads)} and {strip(params)}")
 
 

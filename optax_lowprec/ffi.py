@@ -198,9 +198,9 @@ def _call(
         )(step_words, *operands, leaves=attributes)
     ]
   out = iter(
-      jax.ffi.ffi_call(
-          f"optax_lowprec_{name}_step", results, vmap_method="sequential", input_output_aliases=aliases
-      )(step_words, *absmax, *operands, leaves=attributes, tensor=np.int64(tensor))
+      jax.ffi.ffi_call(f"optax_lowprec_{name}_step", results, vmap_method="sequential", input_output_aliases=aliases)(
+          step_words, *absmax, *operands, leaves=attributes, tensor=np.int64(tensor)
+      )
   )
   rows = []
   for s, o in zip(states, options, strict=True):

@@ -80,7 +80,9 @@ def tree_step(
     For each leaf the update or new parameter, and the new state.
   """
   # The kernels compute in float32, so float64 leaves are jnp's; empty leaves need no kernel.
-  plain = [o.out_dtype == jnp.float64 or g.dtype == jnp.float64 or g.size == 0 for g, o in zip(grads, options, strict=True)]
+  plain = [
+      o.out_dtype == jnp.float64 or g.dtype == jnp.float64 or g.size == 0 for g, o in zip(grads, options, strict=True)
+  ]
   rows: list[Any] = [None] * len(plain)
   leaves = list(zip(grads, params, states, hypers, options, strict=True))
   for name, index in (

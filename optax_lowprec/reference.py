@@ -53,6 +53,8 @@ class LeafOptions(NamedTuple):
 
 
 class LeafState(NamedTuple):
+  """The arrays of one leaf: codes of the leaf's shape, and their scales."""
+
   mu: Array
   nu: Array
   master: Array

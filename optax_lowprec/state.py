@@ -322,14 +322,14 @@ def moments(state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
   """
   read = lambda p, s, f: (fmts.decode(s.mu, s.mu_scale, f.mu), fmts.decode(s.nu, s.nu_scale, f.nu))
   values = _collect(state, params, read)
-  trees = [
-      _as_tree(params, {k: v[i] for k, v in values.items()}, lambda p: optax.MaskedNode()) for i in range(2)
-  ]
+  trees = [_as_tree(params, {k: v[i] for k, v in values.items()}, lambda p: optax.MaskedNode()) for i in range(2)]
   return trees[0], trees[1]
 
 
 def with_master_params(state: PyTree, params: PyTree, masters: PyTree) -> tuple[PyTree, PyTree]:
-  """Puts float32 masters into an optimizer state, so that a narrow model made from float32 weights loses nothing::
+  """Puts float32 masters into an optimizer state.
+
+  So that a narrow model made from float32 weights loses nothing::
 
       params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
       state = tx.init(params)

@@ -4,13 +4,13 @@ import functools
 import os
 
 import chex
+from conftest import runnable_implementations
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import table
-from conftest import runnable_implementations
 from table import StateFormat
 
 import optax_lowprec as olp

@@ -7,6 +7,7 @@ One table: wrapper x optimizer x format. For each row the wrapped optimizer mini
 import functools
 import pathlib
 
+from conftest import runnable_implementations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,6 @@ import optax
 from optax import contrib
 import pytest
 import table
-from conftest import runnable_implementations
 
 import optax_lowprec as olp
 
@@ -43,7 +43,8 @@ WRAPPERS = {
         {"matrix": make(), "vector": optax.set_to_zero()}, _labels
     ),
     "masked": lambda make: optax.chain(
-        optax.masked(make(), _matrices), optax.masked(optax.scale(-1e-2), lambda p: jax.tree.map(lambda m: not m, _matrices(p)))
+        optax.masked(make(), _matrices),
+        optax.masked(optax.scale(-1e-2), lambda p: jax.tree.map(lambda m: not m, _matrices(p))),
     ),
     "MultiSteps": lambda make: optax.MultiSteps(make(), 4).gradient_transformation(),
     "apply_if_finite": lambda make: optax.apply_if_finite(make(), 3),
@@ -90,7 +91,11 @@ FORMATS = {
 }
 ROWS = [
     *((w, "adamw", f) for w in WRAPPERS for f in ("default, f32", "default, bf16")),
-    *((w, "adamw", f) for w in ("alone", "chain", "partition", "MultiSteps") for f in ("all_float32", "stochastic, bf16")),
+    *(
+        (w, "adamw", f)
+        for w in ("alone", "chain", "partition", "MultiSteps")
+        for f in ("all_float32", "stochastic, bf16")
+    ),
     *((w, "scale_by_adam", "default, f32") for w in WRAPPERS),
     ("alone", "adam", "default, f32"),
 ]
@@ -127,7 +132,7 @@ def _extra(tx, value):
   return {"value": value} if isinstance(tx, optax.GradientTransformationExtraArgs) else {}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _theirs(wrapper, optimizer, dtype):
   return _train(WRAPPERS[wrapper](THEIRS[optimizer]), dtype, False)[2]
 
@@ -148,7 +153,11 @@ def test_wrapper(implementation, wrapper, optimizer, formats):
 
   start = _params(dtype)
   assert table.shapes_and_dtypes(chain_params) == table.shapes_and_dtypes(start)
-  assert table.shapes_and_dtypes(chain_state) == table.shapes_and_dtypes(tx.init(start)) == table.shapes_and_dtypes(fused_state)
+  assert (
+      table.shapes_and_dtypes(chain_state)
+      == table.shapes_and_dtypes(tx.init(start))
+      == table.shapes_and_dtypes(fused_state)
+  )
   if dtype == jnp.float32:
     table.assert_same_bits(chain_params, fused_params)
     table.assert_same_bits(chain_state, fused_state)

@@ -101,12 +101,35 @@ struct VectorAccess {
     const char* p = static_cast<const char*>(from) + first * kBytes;
     if constexpr (kBytes == 1) {
       *reinterpret_cast<uint2*>(x.w) = __ldcs(reinterpret_cast<const uint2*>(p));
+    } else if constexpr (kBytes == 2) {
+      *reinterpret_cast<uint4*>(x.w) = __ldcs(reinterpret_cast<const uint4*>(p));
     } else {
-#pragma unroll
-      for (int i = 0; i < kBytes / 2; ++i) {
-        reinterpret_cast<uint4*>(x.w)[i] = __ldcs(reinterpret_cast<const uint4*>(p) + i);
-      }
+      const uint4* wide = reinterpret_cast<const uint4*>(p);
+      reinterpret_cast<uint4*>(x.w)[0] = __ldcs(LowHalf(wide));
+      reinterpret_cast<uint4*>(x.w)[1] = __ldcs(HighHalf(wide));
     }
+  }
+
+  // 32 bytes a lane. Moving them one half after the other would touch each sector of the L2 cache twice. So of the two
+  // moves of lanes 2i and 2i + 1 the first is the sector of the one, the second that of the other, half by each lane;
+  // and the lanes exchange what is the other's, after loading and before storing.
+  template <typename T>
+  __device__ T* LowHalf(T* p) const {
+    return paired && threadIdx.x % 2 ? p - 1 : p;
+  }
+  template <typename T>
+  __device__ T* HighHalf(T* p) const {
+    return paired && threadIdx.x % 2 == 0 ? p + 2 : p + 1;
+  }
+  __device__ void Exchange(Words<kV>& x) const {
+    if (!paired) return;
+    const bool odd = threadIdx.x % 2;
+    uint4& low = reinterpret_cast<uint4*>(x.w)[0];
+    uint4& high = reinterpret_cast<uint4*>(x.w)[1];
+    const uint4 give = odd ? low : high;
+    const uint4 take = {__shfl_xor_sync(kAllLanes, give.x, 1), __shfl_xor_sync(kAllLanes, give.y, 1),
+                        __shfl_xor_sync(kAllLanes, give.z, 1), __shfl_xor_sync(kAllLanes, give.w, 1)};
+    (odd ? low : high) = take;
   }
 
   template <int kBytes>
@@ -118,27 +141,12 @@ struct VectorAccess {
     } else if constexpr (kBytes == 2) {
       __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(x.w));
     } else {
-      StoreWide(reinterpret_cast<uint4*>(p), x);
+      Words<kV> mixed = x;
+      Exchange(mixed);
+      uint4* wide = reinterpret_cast<uint4*>(p);
+      __stcs(LowHalf(wide), reinterpret_cast<const uint4*>(mixed.w)[0]);
+      __stcs(HighHalf(wide), reinterpret_cast<const uint4*>(mixed.w)[1]);
     }
-  }
-
-  // 32 bytes a lane. Storing them one half after the other would reach the L2 cache as half sectors, twice as many
-  // writes: so lanes 2i and 2i + 1 write the sector of the one, then that of the other, half each.
-  __device__ void StoreWide(uint4* p, const Words<kV>& x) const {
-    uint4 low = reinterpret_cast<const uint4*>(x.w)[0];
-    uint4 high = reinterpret_cast<const uint4*>(x.w)[1];
-    if (!paired) {
-      __stcs(p, low);
-      __stcs(p + 1, high);
-      return;
-    }
-    const bool odd = threadIdx.x % 2;
-    const uint4 give = odd ? low : high;
-    const uint4 take = {__shfl_xor_sync(kAllLanes, give.x, 1), __shfl_xor_sync(kAllLanes, give.y, 1),
-                        __shfl_xor_sync(kAllLanes, give.z, 1), __shfl_xor_sync(kAllLanes, give.w, 1)};
-    (odd ? low : high) = take;
-    __stcs(odd ? p - 1 : p, low);
-    __stcs(odd ? p + 1 : p + 2, high);
   }
 };
 
@@ -149,6 +157,7 @@ struct StridedAccess {
   int64_t count;
 
   __device__ int64_t element(int k) const { return first + k * kWarp; }
+  __device__ void Exchange(Words<kV>&) const {}
   __device__ bool has(int k) const { return k * kWarp < count; }
 
   template <int kBytes>
@@ -517,11 +526,11 @@ __device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* w
   // Beside a float master, the old parameter counts only for the difference to the new one.
   const bool needs_param = flags & kDirection ? false : master_type == kAbsent || remainder || !fused;
 
-  const Words<V> g_words = LoadWords(at, F::g(leaf), leaf.g);
-  const Words<V> p_words = needs_param ? LoadWords(at, F::p(leaf), leaf.p) : Words<V>{};
-  const Words<V> mu_words = LoadWords(at, F::part(leaf, kMu), leaf.part[kMu].in);
-  const Words<V> nu_words = LoadWords(at, F::part(leaf, kNu), leaf.part[kNu].in);
-  const Words<V> master_words = LoadWords(at, master_type, leaf.part[kMaster].in);
+  Words<V> g_words = LoadWords(at, F::g(leaf), leaf.g);
+  Words<V> p_words = needs_param ? LoadWords(at, F::p(leaf), leaf.p) : Words<V>{};
+  Words<V> mu_words = LoadWords(at, F::part(leaf, kMu), leaf.part[kMu].in);
+  Words<V> nu_words = LoadWords(at, F::part(leaf, kNu), leaf.part[kNu].in);
+  Words<V> master_words = LoadWords(at, master_type, leaf.part[kMaster].in);
   const bool exists = at.has(0);
   float scale[kParts];
 #pragma unroll
@@ -529,6 +538,13 @@ __device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* w
     const Scaling scaling = F::scaling(leaf, k);
     scale[k] = scaling == kUnscaled || !exists ? 1.0f : leaf.part[k].scale_in[scaling == kBlock ? block : 0];
   }
+
+  // Only now, with all loads under way.
+  if (F::g(leaf) == kF32) at.Exchange(g_words);
+  if (F::p(leaf) == kF32 && needs_param) at.Exchange(p_words);
+  if (F::part(leaf, kMu) == kF32) at.Exchange(mu_words);
+  if (F::part(leaf, kNu) == kF32) at.Exchange(nu_words);
+  if (master_type == kF32) at.Exchange(master_words);
 
   float mu[V], nu[V], stored[V], w[V], update[V];
   Quick quick;
