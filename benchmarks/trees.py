@@ -33,7 +33,7 @@ def odd() -> list[Shape]:
   shapes: list[Shape] = [(768, 50257), (50257, 769)]
   for c in (64, 128, 256, 512):
     shapes += [(3, 3, c, 2 * c), (3, 3, 2 * c, 2 * c), (1, 1, c, 2 * c), (7, 7, 3, c), (2 * c,)]
-  return shapes + [(1601, 1280), (1000, 4099)]
+  return [*shapes, (1601, 1280), (1000, 4099)]
 
 
 TREES = {
