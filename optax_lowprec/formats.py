@@ -55,7 +55,10 @@ class Float(NamedTuple):
 
   @property
   def min_scale(self) -> float:
-    """Scales are never smaller: the smallest code times the scale is then a normal float32, and 1 / scale is finite."""
+    """Scales are never smaller: the smallest code times the scale is then a normal float32, and 1 / scale is finite.
+
+    Nor larger than 2^126, whose reciprocal is the smallest normal float32.
+    """
     return 2.0**-126 / self.min_positive
 
   @property
@@ -389,7 +392,7 @@ def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array
     a = jnp.abs(x)
     absmax = _block_absmax(jnp.where(a < jnp.inf, a, 0.0), fmt)
     # A product with the reciprocal, written out: XLA would turn a division by a constant into one where it likes.
-    scale = jnp.maximum(absmax * np.float32(1.0 / f.max_scaled), np.float32(f.min_scale))
+    scale = jnp.clip(absmax * np.float32(1.0 / f.max_scaled), np.float32(f.min_scale), np.float32(2.0**126))
     inverse = jnp.where(absmax > 0, 1.0 / scale, 0.0)
     scale = jnp.where(absmax > 0, scale, 0.0)
     x = x * expand_scale(inverse, x.shape, fmt)

@@ -128,8 +128,7 @@ def test_case_08_save_and_restore(formats, tmp_path, implementation):
 def test_case_09_no_temporaries(implementation):
   """Megatron-LM #1477: donated, the step needs no memory that grows with the parameters.
 
-  jnp is left to XLA, which keeps arrays of one leaf (measured: 20 bytes a parameter of it) and does not promise to
-  reuse them for the next; a kernel keeps none.
+  A kernel keeps none. jnp is left to XLA, which on a CPU keeps some for every leaf (measured: 20 bytes a parameter).
   """
 
   def temporary(leaves):
@@ -140,8 +139,10 @@ def test_case_09_no_temporaries(implementation):
     return step.lower(params, state, params).compile().memory_analysis().temp_size_in_bytes
 
   one, four = temporary(1), temporary(4)
-  assert one <= (24 if implementation == "jnp" else 0.01) * 512 * 512 + 4096
-  assert four <= (4 * one if implementation == "jnp" else one) + 65536
+  if implementation == "jnp":
+    assert four <= 4 * 24 * 512 * 512
+  else:
+    assert one <= 65536 and four <= one + 4096
 
 
 @pytest.mark.parametrize("formats", table.FEW)

@@ -203,7 +203,8 @@ struct Scale {
 OLP_FN Scale ScaleOf(float absmax, FloatSpec f) {
   const float product = absmax * f.inverse_max;
   const float least = Float(PowerBits(-126 - MinPositiveExponent(f)));
-  const float scale = product > least ? product : least;
+  const float most = Float(PowerBits(126));  // the reciprocal of more is subnormal
+  const float scale = product > least ? (product < most ? product : most) : least;
   return absmax > 0.0f ? Scale{scale, 1.0f / scale} : Scale{0.0f, 0.0f};
 }
 
