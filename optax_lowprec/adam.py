@@ -19,7 +19,6 @@ from optax_lowprec.state import LowPrecisionAdamState
 Array = jax.Array
 PyTree = Any
 
-MIN_QUANTIZED_SIZE = 4096
 _DEFAULTS = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "eps_root": 0.0, "weight_decay": 1e-4}
 
 
@@ -287,7 +286,7 @@ def _formats(mu: Any, nu: Any, master: Any, mu_dtype: Any, min_quantized_size: A
   if mu_dtype is not None:
     mu = fmts.StateFormat(mu_dtype, scaling=None)
   if min_quantized_size is None:
-    min_quantized_size = MIN_QUANTIZED_SIZE
+    min_quantized_size = fmts.MIN_QUANTIZED_SIZE
   if isinstance(min_quantized_size, bool) or not isinstance(min_quantized_size, (int, np.integer)):
     raise ValueError(f"min_quantized_size must be an integer, not {min_quantized_size!r}: it decides how leaves are "
                      "stored; with inject_hyperparams leave it None or name it in static_args")  # fmt: skip

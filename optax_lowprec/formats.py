@@ -25,6 +25,8 @@ Part = Literal["mu", "nu", "master"]
 
 # An axis shorter than this has no blocks of its own: see ``block_geometry``.
 MIN_BLOCK_ROW = 32
+# Leaves with fewer elements keep float32 state, unless told otherwise.
+MIN_QUANTIZED_SIZE = 4096
 
 
 class Float(NamedTuple):
@@ -236,7 +238,7 @@ def block_geometry(shape: tuple[int, ...], block_size: int) -> Geometry:
 
 
 def scale_shape(shape: tuple[int, ...], fmt: StateFormat | None) -> tuple[int, ...]:
-  """The shape of a leaf's scales; a part without scales has an empty array of the leaf's rank."""
+  """The shape of a leaf's scales; a part without scales has ``absent_shape``."""
   if fmt is not None and fmt.scaling == "tensor":
     return ()
   if fmt is not None and fmt.scaling == "block":
@@ -244,9 +246,20 @@ def scale_shape(shape: tuple[int, ...], fmt: StateFormat | None) -> tuple[int, .
   return absent_shape(shape)
 
 
+ABSENT_DTYPE = jnp.dtype("int8")
+
+
 def absent_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """A part that a leaf does not have: an empty array of the same rank, so that trees of specs still fit."""
-  return (*shape[:-1], 0)
+  """The shape of what stands for a part that a leaf does not have: zeros of ``ABSENT_DTYPE``, which nothing reads.
+
+  Trees of state mirror the parameters, so that trees of specs fit them, and Orbax cannot save empty arrays. A small
+  leaf's shape is its own, so that any spec of the parameter fits; a large one's is that of scales for blocks of 128.
+  """
+  return shape if math.prod(shape) < MIN_QUANTIZED_SIZE else block_geometry(shape, 128).scale_shape
+
+
+def absent(shape: tuple[int, ...]) -> Array:
+  return jnp.zeros(absent_shape(shape), ABSENT_DTYPE)
 
 
 def _block_absmax(a: Array, fmt: StateFormat) -> Array:
@@ -363,8 +376,9 @@ def round_to_code(x: Array, f: Float, noise16: Array | None = None) -> Array:
       base = np.float32(2.0**f.min_exponent)
       small = (_bits(value + base) + _at_drop(noise16, f.drop) - base.view(np.uint32)) >> f.drop
     code = jnp.where(magnitude < np.float32(2.0**f.min_exponent).view(np.uint32), small, code)
-  code = jnp.where(nan, np.uint32(f.nan), code)
-  return (code | sign).astype(_INT_OF_BITS[f.bits])
+  # One NaN: which sign an invalid operation gives depends on the processor.
+  code = jnp.where(nan, np.uint32(f.nan), code | sign)
+  return code.astype(_INT_OF_BITS[f.bits])
 
 
 def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array | None = None) -> tuple[Array, Array]:
@@ -377,17 +391,17 @@ def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array
     noise16: uint32 in [0, 2^16) of x's shape, for stochastic rounding.
 
   Returns:
-    The codes (x's shape, the storage dtype) and the float32 scales (shape of ``scale_shape``). The scale's absmax is
-    taken over finite values, so that one infinity or NaN does not spoil its block.
+    The codes (x's shape, the storage dtype) and the float32 scales (shape of ``scale_shape``), or what stands for
+    none. The scale's absmax is taken over finite values, so that one infinity or NaN does not spoil its block.
   """
   f = fmt.float
   if fmt.transform == "sqrt":
     x = jnp.sqrt(x)
   if f.name == "float32" and fmt.scaling is None:
-    return x, jnp.zeros(absent_shape(x.shape), jnp.float32)
+    return x, absent(x.shape)
   source = x
   if fmt.scaling is None:
-    scale = jnp.zeros(absent_shape(x.shape), jnp.float32)
+    scale = absent(x.shape)
   else:
     a = jnp.abs(x)
     absmax = _block_absmax(jnp.where(a < jnp.inf, a, 0.0), fmt)
@@ -428,7 +442,9 @@ def decode(q: Array, scale: Array, fmt: StateFormat) -> Array:
 # every float32 is kept exactly.
 #
 # float16: its exponent range is not float32's, so the remainder counts 2^-16 (2^-8) of the parameter's last place.
-# 11 + 16 bits hold every float32 above 2^-14 in magnitude exactly, and smaller ones to 2^-41.
+# 11 + 16 bits hold every float32 above 2^-14 in magnitude exactly, and smaller ones to 2^-40: half way to the
+# parameter above, 16 bits are one unit short, which float32 rounds away. 8 bits are not: there, the parameter is the one
+# above.
 
 
 def _f16_unit(param: Array, bits: int) -> Array:
@@ -461,14 +477,21 @@ def encode_remainder(
   if param_dtype == jnp.float16:
     param = lax.bitcast_convert_type(_f16_code(master), jnp.float16)
     p = param.astype(jnp.float32)
-    rest = (master - p) / _f16_unit(p, bits)
+    unit = _f16_unit(p, bits)
+    rest = (master - p) / unit
     if noise16 is None:
       rest = jnp.round(rest)
     else:
       rest = jnp.floor(rest + noise16.astype(jnp.float32) * np.float32(2.0**-16))
     rest = jnp.where(jnp.isfinite(p), rest, 0.0)
-    limit = 1 << (bits - 1)
-    return param, jnp.clip(rest, -limit, limit - 1).astype(out)
+    limit = np.float32(1 << (bits - 1))
+    up = (rest >= limit) & (p < np.float32(FLOATS["float16"].max)) & (bits == 8)
+    above = p + 2 * limit * unit
+    # The last place of a power of two is worth twice that of what lies below it.
+    from_above = jnp.where(_f16_unit(above, bits) > unit, -limit / 2, -limit)
+    rest = jnp.where(up, from_above, jnp.minimum(rest, limit - 1))
+    param = jnp.where(up, lax.bitcast_convert_type(_f16_code(above), jnp.float16), param)
+    return param, rest.astype(out)
   w = _bits(master)
   nan = (w & 0x7FFFFFFF) > 0x7F800000
   special = (w & 0x7F800000) == 0x7F800000

@@ -160,6 +160,11 @@ def leaf_step(
     q_mu, mu_scale = formats.encode(mu, fmt.mu, noise16=bits.mu)
     q_nu, nu_scale = formats.encode(nu, fmt.nu, positive=True, noise16=bits.nu)
     new = LeafState(q_mu, q_nu, master, mu_scale, nu_scale, master_scale)
+  # What stands for no scale stays: its shape follows from the whole leaf's, of which a shard may be all that is here.
+  for part in ("mu", "nu", "master"):
+    f = getattr(fmt, part)
+    if f is None or f.scaling is None:
+      new = new._replace(**{f"{part}_scale": getattr(state, f"{part}_scale")})
   if options.skippable:
     unchanged: Any = param if options.fused else jnp.zeros_like(out)
     out = jnp.where(h.skip, unchanged, out)

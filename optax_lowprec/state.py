@@ -46,13 +46,14 @@ class LowPrecisionAdamState(NamedTuple):
     count: int32 scalar, steps taken.
     mu: codes of the first moment, each leaf of its parameter's shape.
     nu: codes of the second moment or of its square root.
-    master: codes or remainders of the master parameters; an empty array for a leaf that is its own master.
-    mu_scale: float32, ``formats.scale_shape`` of the leaf; an empty array for a leaf without scales.
+    master: codes or remainders of the master parameters.
+    mu_scale: float32, ``formats.scale_shape`` of the leaf.
     nu_scale: likewise.
     master_scale: likewise.
     formats: a leafless record of the formats.
 
-  A field that no leaf can have under the transform's formats is ``()``.
+  A field that no leaf can have under the transform's formats is ``()``. In a field that some leaves have, the others
+  (a leaf without scales, or one that is its own master) have zeros of dtype int8: ``formats.absent_shape``.
   """
 
   count: Array  # type: ignore[assignment]  # (hides tuple.count)
@@ -121,19 +122,20 @@ def init_leaf(path: Any, p: Any, formats: Formats) -> LeafState:
   """The state of one leaf before the first step: zero moments, the parameter as master."""
   check_leaf(path, p)
   shape = tuple(p.shape)
-  none = fmts.absent_shape(shape)
+  absent = _zeros(p, fmts.ABSENT_DTYPE, fmts.absent_shape(shape))
   if not is_float(p):
-    return LeafState(*(_zeros(p, jnp.float32, none) for _ in FIELDS))
+    return LeafState(*(absent for _ in FIELDS))
   f = formats.leaf(path, p)
   dtype = jnp.dtype(p.dtype)
   moments = [_zeros(p, dtype if dtype == jnp.float64 else x.storage_dtype, shape) for x in (f.mu, f.nu)]
-  scales = [_zeros(p, jnp.float32, fmts.scale_shape(shape, x)) for x in (f.mu, f.nu)]
+  scales = [absent if x.scaling is None else _zeros(p, jnp.float32, fmts.scale_shape(shape, x)) for x in (f.mu, f.nu)]
   if f.master is None or f.master.is_remainder:
-    master = _zeros(p, jnp.float32, none) if f.master is None else _zeros(p, f.master.storage_dtype, shape)
-    master_scale = _zeros(p, jnp.float32, none)
+    master = absent if f.master is None else _zeros(p, f.master.storage_dtype, shape)
+    master_scale = absent
   elif isinstance(p, jax.ShapeDtypeStruct):
     master = _zeros(p, f.master.storage_dtype, shape)
-    master_scale = _zeros(p, jnp.float32, fmts.scale_shape(shape, f.master))
+    scaled = f.master.scaling is not None
+    master_scale = _zeros(p, jnp.float32, fmts.scale_shape(shape, f.master)) if scaled else absent
   else:
     nearest = fmts.dataclasses.replace(f.master, rounding="nearest")
     master, master_scale = fmts.encode(jnp.asarray(p).astype(jnp.float32), nearest)
@@ -159,7 +161,7 @@ def init(params: PyTree, formats: Formats) -> LowPrecisionAdamState:
 
 
 def leaf_states(state: LowPrecisionAdamState, n: int) -> list[LeafState]:
-  """The state's columns as one ``LeafState`` a leaf; a field that is absent altogether is an empty array.
+  """The state's columns as one ``LeafState`` a leaf; None in a field that is absent altogether.
 
   Raises:
     ValueError: if the state does not have ``n`` leaves.
@@ -176,10 +178,8 @@ def leaf_states(state: LowPrecisionAdamState, n: int) -> list[LeafState]:
 
 
 def fill_absent(leaf: LeafState, shape: tuple[int, ...]) -> LeafState:
-  empty = None
-  if any(x is None for x in leaf):
-    empty = jnp.zeros(fmts.absent_shape(shape), jnp.float32)
-  return LeafState(*(empty if x is None else x for x in leaf))
+  absent = fmts.absent(shape) if any(x is None for x in leaf) else None
+  return LeafState(*(absent if x is None else x for x in leaf))
 
 
 def replace_leaves(state: LowPrecisionAdamState, leaves: list[LeafState], count: Array) -> LowPrecisionAdamState:
@@ -197,7 +197,7 @@ def _fits(leaf: LeafState, p: Any, f: LeafFormats) -> bool:
   for q, scale, x in ((leaf.mu, leaf.mu_scale, f.mu), (leaf.nu, leaf.nu_scale, f.nu),
                       (leaf.master, leaf.master_scale, f.master)):  # fmt: skip
     if x is None:
-      if q is not None and q.size and shape and q.shape[-1]:
+      if q is not None and q.dtype != fmts.ABSENT_DTYPE:
         return False
       continue
     if q is None or tuple(q.shape) != shape or q.dtype != (jnp.float64 if wide else x.storage_dtype):
@@ -205,7 +205,10 @@ def _fits(leaf: LeafState, p: Any, f: LeafFormats) -> bool:
     if scale is None:
       if x.scaling is not None:
         return False
-    elif tuple(scale.shape) != fmts.scale_shape(shape, x):
+    elif x.scaling is None:
+      if scale.dtype != fmts.ABSENT_DTYPE:
+        return False
+    elif scale.dtype != jnp.float32 or tuple(scale.shape) != fmts.scale_shape(shape, x):
       return False
   return True
 

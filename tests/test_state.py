@@ -48,7 +48,7 @@ def test_structure(formats):
   for k, p in params.items():
     for part in PARTS:
       tree = getattr(state, part)
-      assert tree[k].shape == p.shape or tree[k].size == 0
+      assert tree[k].shape == p.shape or tree[k].dtype == jnp.int8
     assert state.mu[k].shape == state.nu[k].shape == p.shape
   chex.assert_trees_all_close(olp.moments(state, params)[0], jax.tree.map(lambda p: jnp.zeros(p.shape), params))
 
@@ -146,8 +146,6 @@ def test_flax_serialization_round_trip(formats):
 @pytest.mark.parametrize("formats", table.FEW)
 def test_orbax_round_trip(formats, tmp_path):
   """Bit for bit; an empty parameter left out, which Orbax itself refuses to write."""
-  if formats != "stochastic":
-    pytest.xfail("known bug: Orbax refuses the empty arrays that stand for a part that a leaf does not have")
   tx = optax.chain(optax.clip(1.0), _make(formats))
   shapes = {k: s for k, s in SHAPES.items() if k != "e"}
   params, state = table.run_steps(tx, table.tree(shapes, _mixed), table.Gradients(shapes).at, 3)

@@ -173,7 +173,7 @@ OLP_FN uint32_t Encode(float x, FloatSpec f, bool stochastic, uint32_t noise16) 
   const bool nan = Magnitude(x) > kInfinity;
   if (!Saturates(f)) {
     const uint32_t up = stochastic ? AtDrop(noise16, drop) : ((1u << (drop - 1)) - 1) + ((bits >> drop) & 1u);
-    return nan ? f.nan | sign : (bits + up) >> drop;
+    return nan ? f.nan : (bits + up) >> drop;
   }
   const int32_t magnitude = Magnitude(x) < f.max_bits ? Magnitude(x) : f.max_bits;
   const int32_t min_normal = static_cast<int32_t>(PowerBits(f.min_exponent));
@@ -190,7 +190,8 @@ OLP_FN uint32_t Encode(float x, FloatSpec f, bool stochastic, uint32_t noise16) 
     const uint32_t aligner = base + (static_cast<uint32_t>(drop) << 23);
     code = Bits(Float(magnitude) + Float(aligner)) - aligner + ((base - min_normal) >> drop);
   }
-  return (nan ? f.nan : code) | sign;
+  // One NaN: which sign an invalid operation gives depends on the processor.
+  return nan ? f.nan : code | sign;
 }
 
 struct Scale {
@@ -271,7 +272,8 @@ OLP_FN Remainder EncodeRemainder(float master, DType param_dtype, int bits, bool
     const float p = Decode(code, SpecOf(kF16));
     const float limit = static_cast<float>(1 << (bits - 1));
     // The unit is a power of two, so the product with its reciprocal is the quotient.
-    float rest = (master - p) * Float(PowerBits(127) - UnitBits(p, bits));
+    const uint32_t unit = UnitBits(p, bits);
+    float rest = (master - p) * Float(PowerBits(127) - unit);
     rest = Magnitude(p) < kInfinity ? rest : 0.0f;
     // |rest| is at most 2^15, so adding 1.5 * 2^23 rounds it to an integer, half to even.
     const float magic = 12582912.0f;
@@ -279,9 +281,13 @@ OLP_FN Remainder EncodeRemainder(float master, DType param_dtype, int bits, bool
     const float truncated = static_cast<float>(static_cast<int32_t>(dithered));
     const float floor = truncated > dithered ? truncated - 1.0f : truncated;
     rest = stochastic ? floor : (rest + magic) - magic;
+    // Half way to the next parameter above 8 bits are a unit short: that one. (16 bits are as well, but float32 rounds it
+    // away.) The last place of a power of two is worth twice that of what lies below it.
+    const bool up = bits == 8 && rest >= limit && p < Float(static_cast<uint32_t>(SpecOf(kF16).max_bits));
+    const float above = p + 2.0f * limit * Float(unit);
+    const float from_above = UnitBits(above, bits) > unit ? -0.5f * limit : -limit;
     rest = rest < limit ? rest : limit - 1.0f;
-    rest = rest > -limit ? rest : -limit;
-    return {code, static_cast<int32_t>(rest)};
+    return {up ? CastTo(above, kF16) : code, static_cast<int32_t>(up ? from_above : rest)};
   }
   const bool nan = Magnitude(master) > kInfinity;
   const bool special = Magnitude(master) >= kInfinity;

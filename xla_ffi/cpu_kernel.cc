@@ -382,10 +382,10 @@ void StoreTile(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, Tile&
 
 int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The end of the unit that `element` lies in.
-int64_t UnitEnd(const Leaf& leaf, int64_t unit, int64_t element) {
+// The end of the unit that `element` lies in, or the end of the work where that comes first.
+int64_t UnitEnd(const Leaf& leaf, int64_t unit, int64_t element, int64_t end) {
   const int64_t column = element % leaf.row;
-  return element - column + Min(leaf.row, (column / unit + 1) * unit);
+  return Min(end, element - column + Min(leaf.row, (column / unit + 1) * unit));
 }
 
 void StepUnits(const Leaf& leaf, const Hyper& h, const float* tensor_absmax, int64_t unit, int64_t begin, int64_t end,
@@ -393,8 +393,8 @@ void StepUnits(const Leaf& leaf, const Hyper& h, const float* tensor_absmax, int
   Tile t;
   float* const block_absmax[kParts] = {scratch, scratch + blocks, scratch + 2 * blocks};
   for (int64_t first = begin; first < end;) {
-    int64_t last = UnitEnd(leaf, unit, first);
-    for (int64_t next = last; next - first <= kTile; next = UnitEnd(leaf, unit, next)) {
+    int64_t last = UnitEnd(leaf, unit, first, end);
+    for (int64_t next = last; next - first <= kTile; next = UnitEnd(leaf, unit, next, end)) {
       last = next;
       if (last == end) break;
     }
