@@ -465,6 +465,7 @@ def _update(
       scalars,
       tuple(leaf_options),
       flags,
+      tuple(jax.tree_util.keystr(paths[i]) or "the parameter" for i in live),
   )
 
   result = []
@@ -481,7 +482,7 @@ def _update(
   return jax.tree.unflatten(treedef, result), new_state
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6), inline=True)
+@functools.partial(jax.jit, static_argnums=(5, 6, 7), inline=True)
 def _step(
     grads: list[Array],
     params: list[Array | None],
@@ -490,6 +491,7 @@ def _step(
     scalars: dict[str, Any],
     leaf_options: tuple[LeafOptions, ...],
     flags: _StepFlags,
+    names: tuple[str, ...],
 ) -> tuple[list[Array], list[LeafState], Array]:
   """One compiled step of all leaves; a jit of its own so that an eager step computes what a jitted one does."""
   wide = [(g.dtype if p is None else p.dtype) == jnp.float64 for g, p in zip(grads, params, strict=True)]
@@ -520,6 +522,7 @@ def _step(
       [hypers[jnp.float64 if w else jnp.float32] for w in wide],
       leaf_options,
       flags.implementation,
+      names,
   )
   new_count = jnp.where(finite, optax.safe_increment(count), count)
   return [out for out, _ in rows], [s for _, s in rows], new_count

@@ -4,14 +4,14 @@ One call updates many leaves. Operands are a vector of scalars and the leaves' a
 array attribute. The layout is described beside the parser, in ``xla_ffi/call_frame.h``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import ctypes
 import functools
 import math
 import pathlib
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 import warnings
 
 import jax
@@ -21,14 +21,11 @@ import numpy as np
 
 from optax_lowprec import formats as fmts
 from optax_lowprec.formats import StateFormat
-from optax_lowprec.reference import Hyper, LeafOptions, LeafState
+from optax_lowprec.reference import Hyper, LeafOptions
 
 Array = jax.Array
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-# Compile time grows faster than the number of aliased buffers of one call; so do not put all leaves into one.
-LEAVES_PER_CALL = 50
-
 _FLAGS = {"fused": 1, "direction": 2, "nesterov": 4, "decay": 8, "eps_root": 16, "skippable": 32, "param": 64}
 _DTYPE_CODES = {
     "float32": 0,
@@ -130,20 +127,32 @@ def _format_code(fmt: StateFormat | None) -> int:
   return code | (fmt.transform == "sqrt") << 6 | (fmt.rounding == "stochastic") << 7
 
 
-def leaf_attributes(shape: tuple[int, ...], options: LeafOptions, has_param: bool) -> list[int]:
-  """What is static about a leaf, as the integers that the kernels read."""
+class Shard(NamedTuple):
+  """Which part of a leaf a call sees: ``runs`` runs of ``run`` elements, ``run_stride`` apart, in groups."""
+
+  shape: tuple[int, ...]  # of the whole leaf
+  base: Array | None = None  # uint32, the position of its first element in the whole leaf, modulo 2^32
+  run: int = 0  # 0: positions are those of the array that is here
+  run_stride: int = 0
+  runs: int = 0
+  group_stride: int = 0
+
+
+def leaf_attributes(shape: tuple[int, ...], options: LeafOptions, has_param: bool, shard: Shard) -> list[int]:
+  """What is static about a leaf of (local) shape ``shape``, as the integers that the kernels read."""
   flags = {"param": has_param, **{k: getattr(options, k) for k in _FLAGS if k != "param"}}
   bits = sum(bit for k, bit in _FLAGS.items() if flags[k])
-  geometry = fmts.block_geometry(shape, 1)
-  row = math.prod(shape[geometry.axis :])
+  # Blocks are those of the whole leaf: a shard's last axis may be too short to have blocks of its own.
+  row = math.prod(shape[fmts.block_geometry(shard.shape, 1).axis :])
   lengths = []
   for fmt in options.formats:
     if fmt is not None and fmt.scaling == "block":
-      g = fmts.block_geometry(shape, fmt.block_size)
+      g = fmts.block_geometry(shard.shape, fmt.block_size)
       lengths.append(g.rows * g.trail)
     else:
       lengths.append(0)
-  return [bits, *(_format_code(f) for f in options.formats), row, *lengths, options.index]
+  layout = [shard.run, shard.run_stride, shard.runs, shard.group_stride]
+  return [bits, *(_format_code(f) for f in options.formats), row, *lengths, options.index, *layout]
 
 
 def _result(like: Array, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -152,75 +161,85 @@ def _result(like: Array, dtype: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(like.shape, dtype, **({"vma": vma} if vma else {}))
 
 
-def _present(state: LeafState, options: LeafOptions) -> list[tuple[str, Array]]:
+class Operand(NamedTuple):
+  """An array of a leaf, as a call takes it."""
+
+  name: str  # "grad", "param" or a field of LeafState
+  result: bool  # whether the call returns a new one: in its place, if the array is donated
+
+
+def operands(options: LeafOptions, has_param: bool) -> list[Operand]:
+  """The operands of a leaf, in the order of the interface; the results are the update or parameter, then these."""
   f = options.formats
   present = [("mu", True), ("nu", True), ("master", f.master is not None)]
   for part, fmt in (("mu_scale", f.mu), ("nu_scale", f.nu), ("master_scale", f.master)):
     present.append((part, fmt is not None and fmt.scaling is not None))
-  return [(name, getattr(state, name)) for name, there in present if there]
+  first = [Operand("grad", False), *([Operand("param", options.fused)] if has_param else [])]
+  return [*first, *(Operand(name, True) for name, there in present if there)]
 
 
-def _call(
+def has_tensor_scale(options: LeafOptions) -> bool:
+  return any(f is not None and f.scaling == "tensor" for f in options.formats)
+
+
+def call(
     name: str,
-    grads: Sequence[Array],
-    params: Sequence[Array | None],
-    states: Sequence[LeafState],
     step_words: Array,
+    arrays: Sequence[Sequence[Array]],
     options: Sequence[LeafOptions],
-) -> list[tuple[Array, LeafState]]:
-  tensor = any(f is not None and f.scaling == "tensor" for o in options for f in o.formats)
-  operands: list[Array] = []
+    shards: Sequence[Shard],
+    has_param: bool,
+    max_over_shards: Callable[[Array], Array] = lambda x: x,
+) -> list[list[Array]]:
+  """One call of a compiled implementation.
+
+  Args:
+    name: of the implementation.
+    step_words: what ``words`` returns.
+    arrays: for each leaf, its ``operands``.
+    options: what is static about each leaf.
+    shards: which part of each leaf the arrays are.
+    has_param: whether parameters are among the operands.
+    max_over_shards: the maximum over all shards of an array of absolute maxima.
+
+  Returns:
+    For each leaf the update or new parameter, then its new state, in the order of the operands.
+  """
+  tensor = any(has_tensor_scale(o) for o in options)
   results: list[jax.ShapeDtypeStruct] = []
   aliases = {}
-  first = 1 + tensor
-  for g, p, s, o in zip(grads, params, states, options, strict=True):
-    operands.append(g)
-    if p is not None:
-      if o.fused:
-        aliases[first + len(operands)] = len(results)
-      operands.append(p)
-    results.append(_result(g, o.out_dtype))
-    for _, x in _present(s, o):
-      aliases[first + len(operands)] = len(results)
-      operands.append(x)
-      results.append(_result(x, x.dtype))
+  counts = []
+  position = 1 + tensor
+  for leaf, o in zip(arrays, options, strict=True):
+    first = len(results)
+    results.append(_result(leaf[0], o.out_dtype))
+    for operand, x in zip(operands(o, has_param), leaf, strict=True):
+      if operand.name == "param" and operand.result:
+        aliases[position] = first
+      elif operand.result:
+        aliases[position] = len(results)
+        results.append(_result(x, x.dtype))
+      position += 1
+    counts.append(len(results) - first)
+  flat = [x for leaf in arrays for x in leaf]
   attributes = np.asarray(
-      [leaf_attributes(tuple(g.shape), o, p is not None) for g, p, o in zip(grads, params, options, strict=True)],
+      [leaf_attributes(tuple(x[0].shape), o, has_param, s) for x, o, s in zip(arrays, options, shards, strict=True)],
       np.int64,
   ).reshape(-1)
+  if any(s.run for s in shards):
+    bases = [jnp.uint32(0) if s.base is None else s.base for s in shards]
+    step_words = jnp.concatenate([step_words, jnp.stack(bases)])
   absmax = []
   if tensor:
     absmax = [
-        jax.ffi.ffi_call(
-            f"optax_lowprec_{name}_absmax",
-            jax.ShapeDtypeStruct((3 * len(grads),), jnp.float32),
-            vmap_method="sequential",
-        )(step_words, *operands, leaves=attributes)
+        jax.ffi.ffi_call(f"optax_lowprec_{name}_absmax", jax.ShapeDtypeStruct((3 * len(arrays),), jnp.float32))(
+            step_words, *flat, leaves=attributes
+        )
     ]
+    absmax = [max_over_shards(absmax[0])]
   out = iter(
-      jax.ffi.ffi_call(f"optax_lowprec_{name}_step", results, vmap_method="sequential", input_output_aliases=aliases)(
-          step_words, *absmax, *operands, leaves=attributes, tensor=np.int64(tensor)
+      jax.ffi.ffi_call(f"optax_lowprec_{name}_step", results, input_output_aliases=aliases)(
+          step_words, *absmax, *flat, leaves=attributes, tensor=np.int64(tensor)
       )
   )
-  rows = []
-  for s, o in zip(states, options, strict=True):
-    first_result = next(out)
-    rows.append((first_result, s._replace(**{k: next(out) for k, _ in _present(s, o)})))
-  return rows
-
-
-def tree_step(
-    name: str,
-    grads: Sequence[Array],
-    params: Sequence[Array | None],
-    states: Sequence[LeafState],
-    hyper: Hyper,
-    options: Sequence[LeafOptions],
-) -> list[tuple[Array, LeafState]]:
-  """One step of float32, bfloat16 or float16 leaves by a compiled implementation: see ``reference.leaf_step``."""
-  step_words = words(hyper)
-  rows: list[tuple[Array, LeafState]] = []
-  for i in range(0, len(grads), LEAVES_PER_CALL):
-    j = i + LEAVES_PER_CALL
-    rows += _call(name, grads[i:j], params[i:j], states[i:j], step_words, options[i:j])
-  return rows
+  return [[next(out) for _ in range(n)] for n in counts]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from optax_lowprec import ffi
 from optax_lowprec import reference
+from optax_lowprec import sharding
 from optax_lowprec.reference import Hyper, LeafOptions, LeafState
 
 Array = jax.Array
@@ -65,6 +66,7 @@ def tree_step(
     hypers: Sequence[Hyper],
     options: Sequence[LeafOptions],
     implementation: str | None,
+    names: Sequence[str],
 ) -> list[tuple[Array, LeafState]]:
   """One step of every leaf: see ``reference.leaf_step``.
 
@@ -75,6 +77,7 @@ def tree_step(
     hypers: the leaves' scalars (float64 ones for float64 leaves).
     options: what is static about each leaf.
     implementation: a name, or None to choose by the platform that the computation is lowered for.
+    names: the leaves' paths, for warnings.
 
   Returns:
     For each leaf the update or new parameter, and the new state.
@@ -91,14 +94,37 @@ def tree_step(
   ):
     if index:
       *arrays, chosen = zip(*(leaves[i] for i in index), strict=True)
-      for i, row in zip(index, _run(tuple(list(x) for x in arrays), list(chosen), name), strict=True):
+      run = functools.partial(_run, options=list(chosen), implementation=name, names=[names[i] for i in index])
+      for i, row in zip(index, _on_automatic_axes(run, *(list(x) for x in arrays)), strict=True):
         rows[i] = row
   return rows
 
 
-def _run(arrays: tuple[Any, ...], options: list[LeafOptions], implementation: str | None) -> list[Any]:
+def _on_automatic_axes(run: Callable[..., list[Any]], grads: Any, params: Any, states: Any, hypers: Any) -> list[Any]:
+  """On a mesh with Explicit axes every result has the type, so the sharding, of the array that it replaces."""
+  types = [jax.typeof(g if p is None else p) for g, p in zip(grads, params, strict=True)]
+  mesh = types[0].sharding.mesh
+  explicit = [a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == jax.sharding.AxisType.Explicit]
+  if not explicit:
+    return run(grads, params, states, hypers)
+  sharding_of = lambda x: jax.typeof(x).sharding
+  out = [(t.sharding, jax.tree.map(sharding_of, s)) for t, s in zip(types, states, strict=True)]
+  return jax.sharding.auto_axes(run, axes=tuple(explicit), out_sharding=out)(grads, params, states, hypers)
+
+
+def _run(
+    grads: Any,
+    params: Any,
+    states: Any,
+    hypers: Any,
+    *,
+    options: list[LeafOptions],
+    implementation: str | None,
+    names: list[str],
+) -> list[Any]:
+  arrays = (grads, params, states, hypers)
   run_jnp = functools.partial(_jnp, options=options)
-  run_ffi = {name: functools.partial(_ffi, name=name, options=options) for name in KERNELS}
+  run_ffi = {name: functools.partial(_ffi, name=name, options=options, names=names) for name in KERNELS}
   if implementation == "jnp":
     return run_jnp(*arrays)
   if implementation is not None:
@@ -113,8 +139,10 @@ def _jnp(grads: Any, params: Any, states: Any, hypers: Any, *, options: list[Lea
   return [_leaf_step(*row) for row in zip(grads, params, states, hypers, options, strict=True)]
 
 
-def _ffi(grads: Any, params: Any, states: Any, hypers: Any, *, name: str, options: list[LeafOptions]) -> list[Any]:
-  return ffi.tree_step(name, grads, params, states, hypers[0], options)
+def _ffi(
+    grads: Any, params: Any, states: Any, hypers: Any, *, name: str, options: list[LeafOptions], names: list[str]
+) -> list[Any]:
+  return sharding.tree_step(name, grads, params, states, hypers[0], options, names)
 
 
 # Leaves of one shape and format share a trace.

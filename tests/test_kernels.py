@@ -114,7 +114,8 @@ def steps_of(implementation, dtype, formats, fused, n=20, grad_dtype=None, neste
 
   @jax.jit
   def step(grads, params, states, hyper):
-    rows = implementations.tree_step(grads, params, states, [hyper] * len(params), options, implementation)
+    rows = implementations.tree_step(grads, params, states, [hyper] * len(params), options, implementation,
+                                     [jax.tree_util.keystr(path) for path, _ in leaves])
     out, states = zip(*rows, strict=True)
     return list(out), list(states)
 

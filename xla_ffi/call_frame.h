@@ -63,13 +63,18 @@ class CallFrame {
   const std::vector<Leaf>& leaves() const { return leaves_; }
 
  private:
-  static constexpr size_t kLeafNumbers = 9;
+  static constexpr size_t kLeafNumbers = 13;
+  static constexpr size_t kRun = 9;  // the first number of the layout
   static constexpr const char* kPartNames[kParts] = {"mu", "nu", "master"};
 
   void Scalars(ffi::Span<const int64_t> numbers) {
     leaf_count_ = numbers.size() / kLeafNumbers;
-    if (numbers.size() % kLeafNumbers != 0) Fail("`leaves` needs 9 numbers a leaf, not ", numbers.size(), " in all");
-    words_ = Arg(ffi::DataType::U32, kHyperWords, "words");
+    if (numbers.size() % kLeafNumbers != 0) Fail("`leaves` needs 13 numbers a leaf, not ", numbers.size(), " in all");
+    // Where leaves are shards, the words of the step are followed by the position of each one's first element.
+    bool shards = false;
+    for (size_t i = 0; i < leaf_count_; ++i) shards = shards || numbers.begin()[i * kLeafNumbers + kRun] != 0;
+    const size_t bases = shards ? leaf_count_ : 0;
+    words_ = Arg(ffi::DataType::U32, static_cast<int64_t>(kHyperWords + bases), "words");
   }
 
   ffi::Error Leaves(ffi::Span<const int64_t> numbers) {
@@ -81,7 +86,8 @@ class CallFrame {
     return error_.empty() ? ffi::Error::Success() : ffi::Error::InvalidArgument("optax_lowprec: " + error_);
   }
 
-  // `numbers`: flags, the formats of mu, nu and master, row length, their block lengths, index of the leaf.
+  // `numbers`: flags, the formats of mu, nu and master, row length, their block lengths, index of the leaf, and of a
+  // shard its layout.
   void ParseLeaf(const int64_t* numbers, size_t slot) {
     leaf_name_ = "leaf " + std::to_string(numbers[8]) + " ";
     Leaf leaf = {};
@@ -100,6 +106,7 @@ class CallFrame {
       leaf.p_dtype = FloatOf(p.dtype, "parameter");
     }
     for (int k = 0; k < kParts; ++k) ParseFormat(numbers[1 + k], leaf.part[k], kPartNames[k]);
+    ParseLayout(numbers + kRun, leaf);
     ParseGeometry(numbers[4], numbers + 5, leaf);
     CheckParts(leaf);
     if (!error_.empty()) return;
@@ -144,13 +151,26 @@ class CallFrame {
     part.stochastic = number & 128;
   }
 
+  void ParseLayout(const int64_t* numbers, Leaf& leaf) {
+    const int64_t run = numbers[0];
+    const int64_t runs = numbers[2];
+    if (run == 0) return;
+    if (run < 0 || runs < 1 || leaf.size % run != 0 || leaf.size / run % runs != 0) {
+      return Fail(leaf.size, " elements do not divide into groups of ", runs, " runs of ", run);
+    }
+    leaf.layout = {static_cast<const uint32_t*>(words_) + kHyperWords + leaf.slot, run, numbers[1], runs, numbers[3]};
+  }
+
   void ParseGeometry(int64_t row, const int64_t* blocks, Leaf& leaf) {
-    leaf.row = leaf.size;
+    leaf.row = leaf.layout.run == 0 ? leaf.size : leaf.layout.run;
     for (int k = 0; k < kParts; ++k) {
       Part& part = leaf.part[k];
       if (part.scaling != kBlock) continue;
       if (row < 0 || blocks[k] < 1 || (leaf.size > 0 && (row == 0 || leaf.size % row != 0))) {
         return Fail(leaf.size, " elements do not divide into rows of ", row, " and blocks of ", blocks[k]);
+      }
+      if (leaf.layout.run != 0 && leaf.layout.run % row != 0) {
+        return Fail("runs of ", leaf.layout.run, " elements do not divide into rows of ", row);
       }
       leaf.row = row;
       part.block = std::min(blocks[k], std::max<int64_t>(row, 1));

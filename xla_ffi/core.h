@@ -57,6 +57,14 @@ struct Part {
   bool stochastic;
 };
 
+// Where the elements of a shard lie in the whole leaf, for the random bits: `run` of them on end, `runs` such runs
+// `run_stride` apart, and groups of those runs `group_stride` apart. Rows and blocks lie within a run.
+struct Layout {
+  const uint32_t* base;  // the position of the first
+  int64_t run;           // 0: this is the whole leaf
+  int64_t run_stride, runs, group_stride;
+};
+
 struct Leaf {
   const void* g;
   const void* p;
@@ -67,6 +75,7 @@ struct Leaf {
   uint32_t flags;
   uint32_t index;  // among all leaves of the tree, for the random bits
   uint32_t slot;   // among the leaves of this call, for `absmax`
+  Layout layout;
   DType g_dtype, p_dtype, out_dtype;
 };
 
@@ -228,8 +237,16 @@ OLP_FN uint32_t Mix(uint32_t x) {
 
 OLP_FN uint32_t LeafKey(uint32_t key, uint32_t index) { return Mix(key + index * 0x85EBCA6Bu); }
 // The random bits of an element: mu takes the lower half, nu the upper half.
-OLP_FN uint32_t PositionBits(uint32_t leaf_key, int64_t position) {
-  return Mix(static_cast<uint32_t>(position) * 0x9E3779B9u + leaf_key);
+OLP_FN uint32_t PositionBits(uint32_t leaf_key, uint32_t position) {
+  return Mix(position * 0x9E3779B9u + leaf_key);
+}
+// The position (modulo 2^32) in the whole leaf of a shard's element.
+OLP_FN uint32_t Position(const Layout& layout, int64_t element) {
+  if (layout.run == 0) return static_cast<uint32_t>(element);
+  const int64_t run = element / layout.run;
+  const int64_t group = run / layout.runs;
+  return *layout.base + static_cast<uint32_t>(element - run * layout.run + (run - group * layout.runs) * layout.run_stride +
+                                              group * layout.group_stride);
 }
 OLP_FN uint32_t MasterBits(uint32_t position_bits) { return Mix(position_bits ^ 0x9E3779B9u); }
 

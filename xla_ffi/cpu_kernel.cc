@@ -79,6 +79,8 @@ struct CodeOfBytes<4> {
 template <DType D>
 using Code = typename CodeOfBytes<Bytes(D)>::type;
 
+int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+
 struct alignas(64) Tile {
   float g[kTile];
   float p[kTile];
@@ -350,7 +352,13 @@ void StoreTile(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, Tile&
   const Part& master = leaf.part[kMaster];
   if (leaf.part[kMu].stochastic || leaf.part[kNu].stochastic || master.stochastic) {
     const uint32_t key = LeafKey(h.key, leaf.index);
-    for (int64_t i = 0; i < n; ++i) t.noise[i] = PositionBits(key, first + i);
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t run = leaf.layout.run;
+      const int64_t end = run == 0 ? n : Min(n, begin + run - (first + begin) % run);
+      const uint32_t position = Position(leaf.layout, first + begin);
+      for (int64_t i = begin; i < end; ++i) t.noise[i] = PositionBits(key, position + static_cast<uint32_t>(i - begin));
+      begin = end;
+    }
   }
   StorePart(leaf, kMu, first, n, t, tensor_absmax, block_absmax[kMu], first_block[kMu]);
   StorePart(leaf, kNu, first, n, t, tensor_absmax, block_absmax[kNu], first_block[kNu]);
@@ -379,8 +387,6 @@ void StoreTile(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, Tile&
     Store(leaf.out_dtype, t.out, n, leaf.out, first);
   });
 }
-
-int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The end of the unit that `element` lies in, or the end of the work where that comes first.
 int64_t UnitEnd(const Leaf& leaf, int64_t unit, int64_t element, int64_t end) {

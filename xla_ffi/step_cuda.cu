@@ -45,7 +45,7 @@ struct DeviceLeaf : Leaf {
 };
 
 // What one launch works on, passed as a kernel parameter.
-constexpr int kMaxLeaves = 120;
+constexpr int kMaxLeaves = 100;
 struct Table {
   int leaf_count;
   uint32_t start[kMaxLeaves + 1];  // the first thread block of each leaf
@@ -426,14 +426,18 @@ struct Formats {
   }
 };
 
+__device__ __forceinline__ uint32_t RandomBits(const Leaf& leaf, const Hyper* words, int64_t i) {
+  return PositionBits(LeafKey(words->key, leaf.index), Position(leaf.layout, i));
+}
+
 __device__ __noinline__ uint32_t ExactCode(const Leaf& leaf, const Hyper* words, int k, float source, float inverse,
                                           int64_t i) {
-  return EncodePart(leaf.part[k], k, source, inverse, PositionBits(LeafKey(words->key, leaf.index), i));
+  return EncodePart(leaf.part[k], k, source, inverse, RandomBits(leaf, words, i));
 }
 
 __device__ __noinline__ Remainder ExactRemainder(const Leaf& leaf, const Hyper* words, float master, int64_t i) {
   const Part& part = leaf.part[kMaster];
-  const uint32_t noise16 = Noise16(kMaster, PositionBits(LeafKey(words->key, leaf.index), i));
+  const uint32_t noise16 = Noise16(kMaster, RandomBits(leaf, words, i));
   return EncodeRemainder(master, leaf.p_dtype, RemainderBits(part.dtype), part.stochastic, noise16);
 }
 
@@ -651,8 +655,11 @@ __device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* w
   uint32_t noise[V];
   if (F::kDithers) {
     const uint32_t key = LeafKey(h.key, leaf.index);
+    const uint32_t position = Position(leaf.layout, at.first);  // a block lies within a run
 #pragma unroll
-    for (int k = 0; k < V; ++k) noise[k] = PositionBits(key, at.element(k));
+    for (int k = 0; k < V; ++k) {
+      noise[k] = PositionBits(key, position + static_cast<uint32_t>(at.element(k) - at.first));
+    }
   }
 #pragma unroll
   for (int k = 0; k < kParts; ++k) {
