@@ -9,6 +9,7 @@ from optax_lowprec.formats import StateFormat
 from optax_lowprec.implementations import available_implementations
 from optax_lowprec.report import memory_report
 from optax_lowprec.report import MemoryReport
+from optax_lowprec.sharding import state_shardings
 from optax_lowprec.state import LowPrecisionAdamState
 from optax_lowprec.state import master_params
 from optax_lowprec.state import moments
@@ -29,5 +30,6 @@ __all__ = [
     "memory_report",
     "moments",
     "scale_by_adam",
+    "state_shardings",
     "with_master_params",
 ]

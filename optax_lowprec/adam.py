@@ -1,6 +1,7 @@
 """The Optax transforms, and the fused application of a step."""
 
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import optax
 from optax_lowprec import formats as fmts
 from optax_lowprec import implementations
 from optax_lowprec import reference
+from optax_lowprec import sharding
 from optax_lowprec import state as state_lib
 from optax_lowprec.formats import Formats
 from optax_lowprec.reference import LeafOptions, LeafState
@@ -234,7 +236,7 @@ def apply_gradients(
     ValueError: as ``tx.update``.
   """
   update: Any = tx.update
-  if isinstance(tx, optax.GradientTransformationExtraArgs):
+  if isinstance(tx, optax.GradientTransformationExtraArgs) and _takes_any_argument(update):
     fused = _Fused()
     updates, new_state = update(grads, state, params, **extra_args, _fused=fused)
     new_params = fused.new_params(updates, params)
@@ -247,6 +249,11 @@ def apply_gradients(
 
 
 # --- fused application ----------------------------------------------------------------------------------------------
+
+
+def _takes_any_argument(update: Any) -> bool:
+  """Whether ``update`` has ``**extra_args``, which not all do that should (``optax.contrib.sam``)."""
+  return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(update).parameters.values())
 
 
 @jax.tree_util.register_static
@@ -495,14 +502,12 @@ def _step(
 ) -> tuple[list[Array], list[LeafState], Array]:
   """One compiled step of all leaves; a jit of its own so that an eager step computes what a jitted one does."""
   wide = [(g.dtype if p is None else p.dtype) == jnp.float64 for g, p in zip(grads, params, strict=True)]
-  finite = jnp.asarray(True)
-  if flags.skip_nonfinite and grads:
-    finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(g)) for g in grads])
   scale = 1 / jnp.asarray(scalars.pop("grad_scale"), jnp.float32)
   limit = jnp.asarray(scalars.pop("max_grad_norm"), jnp.float32)
-  if flags.clip and grads:
-    squares = [jnp.sum(jnp.square(g.astype(jnp.float32) * scale)) for g in grads]
-    norm = jnp.sqrt(functools.reduce(jnp.add, squares))
+  square, not_finite = sharding.sums(grads, scale, flags.clip, flags.skip_nonfinite)
+  finite = not_finite == 0
+  if flags.clip:
+    norm = jnp.sqrt(square)
     scale = scale * jnp.where(norm < limit, 1.0, limit / norm)
   hypers = {}
   for dtype in {jnp.float64 if w else jnp.float32 for w in wide}:

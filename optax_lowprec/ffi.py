@@ -232,13 +232,13 @@ def call(
   absmax = []
   if tensor:
     absmax = [
-        jax.ffi.ffi_call(f"optax_lowprec_{name}_absmax", jax.ShapeDtypeStruct((3 * len(arrays),), jnp.float32))(
+        jax.ffi.ffi_call(f"optax_lowprec_{name}_absmax", jax.ShapeDtypeStruct((3 * len(arrays),), jnp.float32), vmap_method="sequential")(
             step_words, *flat, leaves=attributes
         )
     ]
     absmax = [max_over_shards(absmax[0])]
   out = iter(
-      jax.ffi.ffi_call(f"optax_lowprec_{name}_step", results, input_output_aliases=aliases)(
+      jax.ffi.ffi_call(f"optax_lowprec_{name}_step", results, vmap_method="sequential", input_output_aliases=aliases)(
           step_words, *absmax, *flat, leaves=attributes, tensor=np.int64(tensor)
       )
   )

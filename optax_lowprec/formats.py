@@ -255,18 +255,24 @@ def absent_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
   Trees of state mirror the parameters, so that trees of specs fit them, and Orbax cannot save empty arrays. A small
   leaf's shape is its own, so that any spec of the parameter fits; a large one's is that of scales for blocks of 128.
   """
-  return shape if math.prod(shape) < MIN_QUANTIZED_SIZE else block_geometry(shape, 128).scale_shape
+  blocks = absent_blocks(shape)
+  return shape if blocks is None else block_geometry(shape, blocks).scale_shape
+
+
+def absent_blocks(shape: tuple[int, ...]) -> int | None:
+  return None if math.prod(shape) < MIN_QUANTIZED_SIZE else 128
 
 
 def absent(shape: tuple[int, ...]) -> Array:
   return jnp.zeros(absent_shape(shape), ABSENT_DTYPE)
 
 
-def _block_absmax(a: Array, fmt: StateFormat) -> Array:
+def block_max(a: Array, block_size: int) -> Array:
+  """The maximum of each block of values that are not negative: an array of the shape of scales."""
   shape = a.shape
-  if fmt.scaling == "tensor" or not shape:
-    return jnp.max(a, initial=0.0)
-  geo = block_geometry(shape, fmt.block_size)
+  if not shape:
+    return a
+  geo = block_geometry(shape, block_size)
   lead = shape[: geo.axis]
   a = a.reshape(*lead, shape[geo.axis], geo.trail)
   pad = geo.blocks * geo.rows - shape[geo.axis]
@@ -404,7 +410,8 @@ def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array
     scale = absent(x.shape)
   else:
     a = jnp.abs(x)
-    absmax = _block_absmax(jnp.where(a < jnp.inf, a, 0.0), fmt)
+    a = jnp.where(a < jnp.inf, a, 0.0)
+    absmax = jnp.max(a, initial=0.0) if fmt.scaling == "tensor" else block_max(a, fmt.block_size)
     # A product with the reciprocal, written out: XLA would turn a division by a constant into one where it likes.
     scale = jnp.clip(absmax * np.float32(1.0 / f.max_scaled), np.float32(f.min_scale), np.float32(2.0**126))
     inverse = jnp.where(absmax > 0, 1.0 / scale, 0.0)

@@ -95,21 +95,9 @@ def tree_step(
     if index:
       *arrays, chosen = zip(*(leaves[i] for i in index), strict=True)
       run = functools.partial(_run, options=list(chosen), implementation=name, names=[names[i] for i in index])
-      for i, row in zip(index, _on_automatic_axes(run, *(list(x) for x in arrays)), strict=True):
+      for i, row in zip(index, run(*(list(x) for x in arrays)), strict=True):
         rows[i] = row
   return rows
-
-
-def _on_automatic_axes(run: Callable[..., list[Any]], grads: Any, params: Any, states: Any, hypers: Any) -> list[Any]:
-  """On a mesh with Explicit axes every result has the type, so the sharding, of the array that it replaces."""
-  types = [jax.typeof(g if p is None else p) for g, p in zip(grads, params, strict=True)]
-  mesh = types[0].sharding.mesh
-  explicit = [a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == jax.sharding.AxisType.Explicit]
-  if not explicit:
-    return run(grads, params, states, hypers)
-  sharding_of = lambda x: jax.typeof(x).sharding
-  out = [(t.sharding, jax.tree.map(sharding_of, s)) for t, s in zip(types, states, strict=True)]
-  return jax.sharding.auto_axes(run, axes=tuple(explicit), out_sharding=out)(grads, params, states, hypers)
 
 
 def _run(
@@ -136,13 +124,19 @@ def _run(
 
 
 def _jnp(grads: Any, params: Any, states: Any, hypers: Any, *, options: list[LeafOptions]) -> list[Any]:
-  return [_leaf_step(*row) for row in zip(grads, params, states, hypers, options, strict=True)]
+  run = lambda *arrays: [_leaf_step(*row) for row in zip(*arrays, options, strict=True)]
+  return sharding.on_automatic_axes(run, grads, params, states, hypers, like=_results_like(grads, params, states))
 
 
 def _ffi(
     grads: Any, params: Any, states: Any, hypers: Any, *, name: str, options: list[LeafOptions], names: list[str]
 ) -> list[Any]:
-  return sharding.tree_step(name, grads, params, states, hypers[0], options, names)
+  rows = sharding.tree_step(name, grads, params, states, hypers[0], options, names)
+  return sharding.cut_alike(rows, _results_like(grads, params, states))
+
+
+def _results_like(grads: Any, params: Any, states: Any) -> list[Any]:
+  return [(g if p is None else p, s) for g, p, s in zip(grads, params, states, strict=True)]
 
 
 # Leaves of one shape and format share a trace.

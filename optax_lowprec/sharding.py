@@ -5,7 +5,7 @@ axis in front of its blocks, and between blocks. A shard boundary inside a block
 such an axis is gathered first, with a warning that names the leaf.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 import math
 from typing import Any
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import optax
 
 from optax_lowprec import ffi
 from optax_lowprec import formats as fmts
@@ -61,8 +62,87 @@ def tree_step(
   return rows
 
 
+def _explicit_mesh(tree: Any) -> Any:
+  """The mesh on which arrays of a tree have their shardings in their types, or None."""
+  for x in jax.tree.leaves(tree):
+    mesh = jax.typeof(x).sharding.mesh
+    if any(t == jax.sharding.AxisType.Explicit for t in mesh.axis_types):
+      return mesh
+  return None
+
+
+def on_automatic_axes(f: Callable[..., Any], *args: Any, like: Any) -> Any:
+  """``f(*args)``, on a mesh with Explicit axes too.
+
+  Args:
+    f: a function of arrays, which leaves it to the compiler how its results are cut.
+    *args: its arguments.
+    like: a tree like its result of the arrays that the results replace: they have their types.
+  """
+  mesh = _explicit_mesh((args, like))
+  if mesh is None:
+    return f(*args)
+  return jax.sharding.auto_axes(f, axes=mesh.explicit_axes, out_sharding=_types(mesh, like))(*args)
+
+
+def cut_alike(tree: Any, like: Any) -> Any:
+  """On a mesh with Explicit axes, ``tree`` with the types of ``like``."""
+  mesh = _explicit_mesh((tree, like))
+  return tree if mesh is None else jax.tree.map(jax.sharding.reshard, tree, _types(mesh, like))
+
+
+def _types(mesh: Any, like: Any) -> Any:
+  def sharding_of(x):
+    sharding = jax.typeof(x).sharding
+    return NamedSharding(mesh, P()) if sharding.mesh.empty else sharding
+
+  return jax.tree.map(sharding_of, like)
+
+
+def _partitioned(
+    plain: Callable[..., Any], partition: Callable[..., Any], rule: str, sizes: dict[str, int], *,
+    batched: Callable[..., Any] | None = None, jvp: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+  """``plain``, with a say in how it is cut on a mesh; on one device and inside ``shard_map`` it is ``plain`` itself.
+
+  ``custom_partitioning`` alone can neither be batched nor differentiated: under ``vmap`` and ``jvp`` these or ``plain``
+  take its place.
+  """
+  automatic_axes = custom_partitioning(plain)
+  automatic_axes.def_partition(partition=partition, sharding_rule=rule, **sizes)
+
+  def call(*args):
+    mesh = _explicit_mesh(args)
+    return automatic_axes(*args) if mesh is None else explicit_axes(mesh, *args)
+
+  def explicit_axes(mesh, *args):
+    # The cuts are known while tracing.
+    mesh, on_a_shard, out, given = partition(mesh, [jax.typeof(x) for x in args], None)
+    args = [jax.sharding.reshard(x, sharding) for x, sharding in zip(args, given, strict=True)]
+    specs = lambda shardings: jax.tree.map(lambda s: s.spec, shardings)
+    return jax.shard_map(on_a_shard, mesh=mesh, in_specs=specs(given), out_specs=specs(out), check_vma=False)(*args)
+
+  @jax.custom_batching.custom_vmap
+  def f(*args):
+    return call(*args)
+
+  @f.def_vmap
+  def _(size, in_batched, *args):
+    del size
+    out = (batched or _batched(plain))(in_batched, *args)
+    return out, jax.tree.map(lambda _: True, out)
+
+  g = jax.custom_jvp(lambda *args: f(*args))
+  g.defjvp(jvp or (lambda primals, tangents: jax.jvp(plain, primals, tangents)))
+  return g
+
+
+def _batched(plain: Callable[..., Any]) -> Callable[..., Any]:
+  return lambda in_batched, *args: jax.vmap(plain, [0 if b else None for b in in_batched])(*args)
+
+
 class _Call:
-  """One call of an implementation for some leaves: as it is, batched by ``vmap``, and partitioned."""
+  """One call of an implementation for some leaves."""
 
   def __init__(
       self,
@@ -80,38 +160,24 @@ class _Call:
     self.fields = [[x.name for x in ffi.operands(o, has_param)] for o in options]
 
   def __call__(self, *args: Array) -> list[Array]:
-    partitioned = custom_partitioning(lambda *args: self._run(args, [Shard(s) for s in self.shapes]))
     rule, sizes = self._rule()
-    partitioned.def_partition(partition=self._partition, sharding_rule=rule, **sizes)
+    plain = lambda *args: self._run(args, [Shard(s) for s in self.shapes])
+    call: Callable[..., Any]
 
-    @jax.custom_batching.custom_vmap
-    def batched(*args):
-      return partitioned(*args)
-
-    @batched.def_vmap
-    def _(size, in_batched, *args):
-      # One call for each element of the batch.
-      mapped = [x for x, b in zip(args, in_batched, strict=True) if b]
-
+    def one_by_one(in_batched, *args):
       def one(xs):
         it = iter(xs)
-        return batched(*[next(it) if b else x for x, b in zip(args, in_batched, strict=True)])
+        return call(*[next(it) if b else x for x, b in zip(args, in_batched, strict=True)])
 
-      del size
-      out = lax.map(one, mapped)
-      return out, jax.tree.map(lambda _: True, out)
+      return lax.map(one, [x for x, b in zip(args, in_batched, strict=True) if b])
 
-    @jax.custom_jvp
-    def step(*args):
-      return batched(*args)
-
-    @step.defjvp
-    def _(primals, tangents):
+    def jvp(primals, tangents):
       raise NotImplementedError(
           f"the {self.name} implementation of optax_lowprec cannot be differentiated: use implementation='jnp'"
       )
 
-    return step(*args)
+    call = _partitioned(plain, self._partition, rule, sizes, batched=one_by_one, jvp=jvp)
+    return call(*args)
 
   def _run(self, args: Sequence[Array], shards: Sequence[Shard], **keywords: Any) -> list[Array]:
     it = iter(args[1:])
@@ -122,41 +188,16 @@ class _Call:
   # --- how it may be cut ---
 
   def _rule(self) -> tuple[str, dict[str, int]]:
-    """The call in Shardy's notation, and the sizes of factors that no dimension shows.
-
-    A factor for each axis, and two for an axis of whole blocks: which one, and where in it.
-    """
     sizes: dict[str, int] = {}
     arguments, results = ["w"], []
     for i, (shape, o, fields) in enumerate(zip(self.shapes, self.options, self.fields, strict=True)):
-      rows = _block_rows(shape, o)
-      axis = fmts.block_geometry(shape, 1).axis
-      common = math.lcm(*rows.values()) if rows else 0
-      dims = [f"l{i}d{d}" for d in range(len(shape))]
-      whole = bool(common and shape and shape[axis] % common == 0)
-      if whole:
-        dims[axis] = f"(l{i}c l{i}k)"
-        sizes[f"l{i}k"] = common
-        if common not in rows.values():
-          sizes[f"l{i}c"] = shape[axis] // common
+      data, scales, leaf_sizes = _factors(f"l{i}", shape, _block_rows(shape, o))
+      sizes |= leaf_sizes
       for field in fields:
-        text = " ".join(dims)
-        if field.endswith("_scale"):
-          part = field.removesuffix("_scale")
-          if part not in rows or not shape:
-            text = ""
-          else:
-            blocks = f"l{i}{part}b"
-            if whole:
-              blocks = f"l{i}c"
-              if rows[part] != common:
-                blocks = f"(l{i}c l{i}{part}b)"
-                sizes[f"l{i}{part}b"] = common // rows[part]
-            behind = [f"l{i}{part}d{d}" for d in range(axis + 1, len(shape))]  # all of size 1
-            text = " ".join([*dims[:axis], blocks, *behind])
+        text = scales.get(field.removesuffix("_scale"), "") if field.endswith("_scale") else data
         arguments.append(text)
-        if field == "grad" or field not in ("grad", "param"):
-          results.append(text)
+        if field != "param":
+          results.append(text)  # that of the gradient is the update or parameter
     return f"{', '.join(arguments)} -> {', '.join(results)}", sizes
 
   def _partition(self, mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
@@ -191,6 +232,9 @@ class _Call:
     return mesh, on_a_shard, result_shardings, tuple(argument_shardings)
 
 
+# --- cuts -----------------------------------------------------------------------------------------------------------
+
+
 Cut = tuple[tuple[str, ...], ...]  # for each axis of a leaf, the mesh axes that it is cut along
 
 
@@ -200,13 +244,41 @@ def _block_rows(shape: tuple[int, ...], options: LeafOptions) -> dict[str, int]:
           if f is not None and f.scaling == "block"}  # fmt: skip
 
 
+def _factors(name: str, shape: tuple[int, ...], rows: dict[str, int]) -> tuple[str, dict[str, str], dict[str, int]]:
+  """A leaf in Shardy's notation: its dimensions, those of its scales, and the sizes of factors that no dimension shows.
+
+  A factor for each axis, and two for an axis of whole blocks: which one, and where in it.
+  """
+  sizes: dict[str, int] = {}
+  axis = fmts.block_geometry(shape, 1).axis
+  common = math.lcm(*rows.values()) if rows and shape else 0
+  dims = [f"{name}d{d}" for d in range(len(shape))]
+  whole = common > 0 and shape[axis] % common == 0
+  if whole:
+    dims[axis] = f"({name}c {name}k)"
+    sizes[f"{name}k"] = common
+    if common not in rows.values():
+      sizes[f"{name}c"] = shape[axis] // common
+  scales = {}
+  for part, n in rows.items():
+    blocks = f"{name}{part}b"
+    if whole and n == common:
+      blocks = f"{name}c"
+    elif whole:
+      sizes[blocks] = common // n
+      blocks = f"({name}c {blocks})"
+    behind = [f"{name}{part}d{d}" for d in range(axis + 1, len(shape))]  # all of size 1
+    scales[part] = " ".join([*dims[:axis], blocks, *behind]) if shape else ""
+  return " ".join(dims), scales, sizes
+
+
 def _wanted(shardings: dict[str, Any], rank: int) -> Cut:
   """The sharding of the state where it has one, else of the parameter, else of the gradient."""
   cut: Cut = ((),) * rank
   for field in ("mu", "nu", "master", "param", "grad"):
     spec = getattr(shardings.get(field), "spec", None)
     if spec is not None:
-      names = [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
+      names = [_axes(x) for x in spec]
       cut = (*names, *((),) * (rank - len(names)))
       if any(cut):
         return cut
@@ -262,3 +334,126 @@ def _shard(shape: tuple[int, ...], options: LeafOptions, cut: Cut, axis_sizes: d
   between = cuts[1] if len(cuts) > 1 else 0
   runs = math.prod(local[between : cuts[0]])
   return Shard(shape, base, run, run_stride, runs, math.prod(shape[between:]))
+
+
+# --- state ----------------------------------------------------------------------------------------------------------
+
+
+def fit(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+  """A parameter's sharding for an array of its rank (or a scalar), without the axes that do not divide it."""
+  sizes = dict(sharding.mesh.shape)
+  spec: list[Any] = []
+  for length, axes in zip(shape, sharding.spec, strict=False):
+    fits = length % math.prod(sizes[a] for a in _axes(axes)) == 0
+    spec.append(axes if fits else None)
+  return NamedSharding(sharding.mesh, P(*spec), memory_kind=sharding.memory_kind)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def zeros_like(p: Any, kinds: Sequence[tuple[Any, int | None]]) -> list[Array]:
+  """Zeros of some dtypes for each element of a parameter, or for each of its blocks, sharded as it is.
+
+  Args:
+    p: the parameter: an array, a tracer, or anything with a shape.
+    kinds: for each result its dtype and, where it has one element a block, the block size.
+  """
+  shape = tuple(p.shape)
+  shapes = [shape if size is None else fmts.block_geometry(shape, size).scale_shape for _, size in kinds]
+  dtypes = [dtype for dtype, _ in kinds]
+  plain = lambda *_: [jnp.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+  if not isinstance(p, jax.Array):  # numpy, ShapeDtypeStruct
+    return plain()
+  traced = isinstance(p, jax.core.Tracer)
+  sharding = jax.typeof(p).sharding if traced else p.sharding
+  if not traced and not isinstance(sharding, NamedSharding):
+    return [jnp.zeros_like(p, shape=s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+  if not traced or _explicit_mesh(p) is not None:
+    return [jnp.zeros(s, d, device=fit(sharding, s)) for s, d in zip(shapes, dtypes, strict=True)]
+
+  # The compiler would choose any sharding for a constant.
+  def partition(mesh, arg_shapes, result_shapes):
+    del result_shapes
+    given = arg_shapes[0].sharding
+    out = [fit(NamedSharding(mesh, getattr(given, "spec", P())), s) for s in shapes]
+    local = [sharding.shard_shape(s) for sharding, s in zip(out, shapes, strict=True)]
+    return mesh, lambda _: [jnp.zeros(s, d) for s, d in zip(local, dtypes, strict=True)], out, (given,)
+
+  rows = {f"b{size}": fmts.block_geometry(shape, size).rows for _, size in kinds if size is not None}
+  data, scales, sizes = _factors("l", shape, rows)
+  results = ", ".join(data if size is None else scales[f"b{size}"] for _, size in kinds)
+  return _partitioned(plain, partition, f"{data} -> {results}", sizes)(p)
+
+
+def state_shardings(tx: optax.GradientTransformation, params: Any, param_shardings: Any) -> Any:
+  """The shardings of an optimizer's state, for ``jit(out_shardings=...)``, ``device_put`` and checkpoints.
+
+  Args:
+    tx: an Optax transform, with ours anywhere inside.
+    params: parameters, or their ``jax.ShapeDtypeStruct``.
+    param_shardings: a tree like ``params`` of ``NamedSharding``.
+
+  Returns:
+    A tree like ``tx.init(params)`` of ``NamedSharding``. What has the parameter's shape has its sharding; so do
+    scales, along the axes that divide them; everything else is replicated. For ZeRO-1 pass the shardings that the
+    state shall have, rather than those of the parameters.
+  """
+  shardings = jax.tree.leaves(param_shardings)
+  if not shardings:
+    raise ValueError("param_shardings is empty: give a NamedSharding for each parameter")
+  replicated = NamedSharding(shardings[0].mesh, P())
+  return optax.tree_utils.tree_map_params(
+      tx,
+      lambda x, sharding: fit(sharding, tuple(x.shape)),
+      jax.eval_shape(tx.init, params),
+      param_shardings,
+      transform_non_params=lambda _: replicated,
+  )
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+def sums(grads: Sequence[Array], scale: Array, norm: bool, finite: bool) -> tuple[Array, Array]:
+  """The sum of squares of all ``grads * scale``, and how many of them have elements that are not finite.
+
+  On a mesh each device adds up what it has, and one reduction of a few numbers does the rest. What is not asked for
+  is 0.
+  """
+
+  def of_leaf(g: Array, scale: Array) -> list[Array]:
+    return [
+        *([jnp.sum(jnp.square(g.astype(jnp.float32) * scale))] if norm else []),
+        *([jnp.any(~jnp.isfinite(g)).astype(jnp.float32)] if finite else []),
+    ]
+
+  def plain(scale, *grads):
+    return jnp.stack([x for g in grads for x in of_leaf(g, scale)])
+
+  def partition(mesh, arg_shapes, result_shapes):
+    del result_shapes
+    given = [x.sharding for x in arg_shapes[1:]]
+    cuts = [{a for entry in getattr(s, "spec", ()) for a in _axes(entry)} for s in given]
+    names = tuple(a for a in mesh.axis_names if any(a in cut for cut in cuts))
+
+    def on_a_shard(scale, *grads):
+      values = []
+      for g, cut in zip(grads, cuts, strict=True):
+        # Of devices that have the same shard, one speaks.
+        mine = functools.reduce(jnp.logical_and, [lax.axis_index(a) == 0 for a in names if a not in cut], True)
+        values += [jnp.where(mine, x, 0.0) for x in of_leaf(g, scale)]
+      return lax.psum(jnp.stack(values), names) if names else jnp.stack(values)
+
+    replicated = NamedSharding(mesh, P())
+    return mesh, on_a_shard, replicated, (replicated, *given)
+
+  zero = jnp.float32(0)
+  if not grads or not (norm or finite):
+    return zero, zero
+  dims = [" ".join(f"l{i}d{d}" for d in range(g.ndim)) for i, g in enumerate(grads)]
+  per_leaf = _partitioned(plain, partition, f", {', '.join(dims)} -> n", {})(scale, *grads)
+  columns = per_leaf.reshape(len(grads), norm + finite)
+  add = lambda column: functools.reduce(jnp.add, [columns[i, column] for i in range(len(grads))])
+  return add(0) if norm else zero, add(int(norm)) if finite else zero

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from optax_lowprec import formats as fmts
+from optax_lowprec import sharding
 from optax_lowprec.formats import Formats, LeafFormats, Part
 from optax_lowprec.reference import LeafState
 
@@ -113,33 +114,29 @@ def absent_fields(formats: Formats) -> frozenset[str]:
 # --- init -----------------------------------------------------------------------------------------------------------
 
 
-def _zeros(like: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> Array:
-  # zeros_like keeps the parameter's sharding under an Explicit mesh.
-  return jnp.zeros_like(like, dtype=dtype, shape=None if shape == tuple(like.shape) else shape)
-
-
 def init_leaf(path: Any, p: Any, formats: Formats) -> LeafState:
   """The state of one leaf before the first step: zero moments, the parameter as master."""
   check_leaf(path, p)
-  shape = tuple(p.shape)
-  absent = _zeros(p, fmts.ABSENT_DTYPE, fmts.absent_shape(shape))
+  absent = (fmts.ABSENT_DTYPE, fmts.absent_blocks(tuple(p.shape)))
   if not is_float(p):
-    return LeafState(*(absent for _ in FIELDS))
+    return LeafState(*sharding.zeros_like(p, [absent] * len(FIELDS)))
+
+  def scale(f: fmts.StateFormat | None) -> tuple[Any, int | None]:
+    return (jnp.float32, f.block_size) if f is not None and f.scaling == "block" else absent
+
   f = formats.leaf(path, p)
-  dtype = jnp.dtype(p.dtype)
-  moments = [_zeros(p, dtype if dtype == jnp.float64 else x.storage_dtype, shape) for x in (f.mu, f.nu)]
-  scales = [absent if x.scaling is None else _zeros(p, jnp.float32, fmts.scale_shape(shape, x)) for x in (f.mu, f.nu)]
-  if f.master is None or f.master.is_remainder:
-    master = absent if f.master is None else _zeros(p, f.master.storage_dtype, shape)
-    master_scale = absent
-  elif isinstance(p, jax.ShapeDtypeStruct):
-    master = _zeros(p, f.master.storage_dtype, shape)
-    scaled = f.master.scaling is not None
-    master_scale = _zeros(p, jnp.float32, fmts.scale_shape(shape, f.master)) if scaled else absent
-  else:
-    nearest = fmts.dataclasses.replace(f.master, rounding="nearest")
-    master, master_scale = fmts.encode(jnp.asarray(p).astype(jnp.float32), nearest)
-  return LeafState(moments[0], moments[1], master, scales[0], scales[1], master_scale)
+  wide = jnp.dtype(p.dtype) == jnp.float64
+  mu, nu = ((p.dtype if wide else x.storage_dtype, None) for x in (f.mu, f.nu))
+  master = absent if f.master is None else (f.master.storage_dtype, None)
+  leaf = LeafState(*sharding.zeros_like(p, [mu, nu, master, *(scale(x) for x in f)]))
+  tensor = {f"{part}_scale": jnp.zeros((), jnp.float32) for part, x in zip(PARTS, f, strict=True)
+            if x is not None and x.scaling == "tensor"}  # fmt: skip
+  leaf = leaf._replace(**tensor)
+  if f.master is None or f.master.is_remainder or isinstance(p, jax.ShapeDtypeStruct):
+    return leaf
+  nearest = fmts.dataclasses.replace(f.master, rounding="nearest")
+  q, master_scale = fmts.encode(jnp.asarray(p).astype(jnp.float32), nearest)
+  return leaf._replace(master=q, **({} if f.master.scaling is None else {"master_scale": master_scale}))
 
 
 def init(params: PyTree, formats: Formats) -> LowPrecisionAdamState:
