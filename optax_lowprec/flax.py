@@ -68,7 +68,7 @@ class Optimizer(nnx.Optimizer):
     mode = {"graph": self.graph} if hasattr(self, "graph") else {}  # flax < 0.12.3 has no tree mode
     params = nnx.state(model, self.wrt, **mode)
     new_params, opt_state = apply_gradients(
-        self.tx, _pure(nnx.state(grads, **mode)), _pure(self.opt_state), _pure(params), **_pure(kwargs)
+        self.tx, _pure(nnx.state(grads, self.wrt, **mode)), _pure(self.opt_state), _pure(params), **_pure(kwargs)
     )
     nnx.update(model, new_params)
     nnx.update(self.opt_state, nnx.state(opt_state, **mode))

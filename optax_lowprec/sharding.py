@@ -253,8 +253,11 @@ def _factors(name: str, shape: tuple[int, ...], rows: dict[str, int]) -> tuple[s
   axis = fmts.block_geometry(shape, 1).axis
   common = math.lcm(*rows.values()) if rows and shape else 0
   dims = [f"{name}d{d}" for d in range(len(shape))]
-  whole = common > 0 and shape[axis] % common == 0
-  if whole:
+  # Shardy has no factors of size 1 beside others.
+  whole = common > 0 and shape[axis] % common == 0 and shape[axis] > common
+  if whole and common == 1:
+    dims[axis] = f"{name}c"
+  elif whole:
     dims[axis] = f"({name}c {name}k)"
     sizes[f"{name}k"] = common
     if common not in rows.values():

@@ -380,7 +380,8 @@ def _store_master(w: Array, p: Any, leaf: LeafState, f: LeafFormats) -> tuple[Ar
     p, rest = fmts.encode_remainder(w, p.dtype, nearest)
     return p, leaf._replace(master=rest)
   q, scale = fmts.encode(w, nearest)
-  leaf = leaf._replace(master=q)
+  # The master is no alias of the caller's weights, which a donated step would delete.
+  leaf = leaf._replace(master=jnp.copy(q) if q is w else q)
   return fmts.cast_to(w, p.dtype), leaf if leaf.master_scale is None else leaf._replace(master_scale=scale)
 
 

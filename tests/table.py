@@ -284,6 +284,10 @@ def optimizer_keywords(name: str, formats: dict[str, Any]) -> dict[str, Any]:
   return {k: v for k, v in formats.items() if name != "scale_by_adam" or k != "master"}
 
 
+# What XLA does by default, for programs that are compared bit by bit: see conftest.
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
 def run_steps(tx: Any, params: Any, grads: Any, steps: int, mode: str = "scan", fused: bool = False, state: Any = None):
   """``steps`` steps of gradients ``grads(t, params)``; mode is eager, jit (of one step) or scan (of all)."""
   state = tx.init(params) if state is None else state

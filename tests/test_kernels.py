@@ -112,7 +112,7 @@ def steps_of(implementation, dtype, formats, fused, n=20, grad_dtype=None, neste
       for i, ((path, p), s) in enumerate(zip(leaves, states, strict=True))
   )  # fmt: skip
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=table.OPTIMIZED)
   def step(grads, params, states, hyper):
     rows = implementations.tree_step(grads, params, states, [hyper] * len(params), options, implementation,
                                      [jax.tree_util.keystr(path) for path, _ in leaves])

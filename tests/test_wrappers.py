@@ -65,6 +65,7 @@ WRAPPERS = {
     "snapshot": lambda make: optax.chain(make(), optax.snapshot("updates", lambda u: u)),
     "flatten": lambda make: optax.flatten(make()),
     "with_extra_args_support": lambda make: optax.with_extra_args_support(make()),
+    "split_real_and_imaginary": lambda make: contrib.split_real_and_imaginary(make()),
 }
 WRAPPERS = {
     k: v for k, v in WRAPPERS.items() if k not in ("freeze", "selective_transform") or hasattr(optax.transforms, k)
@@ -201,6 +202,97 @@ def test_lookahead(formats, implementation):
   assert abs(ours - theirs) <= 0.05 * float(_loss(_params(dtype)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lookahead_that_resets_its_state(dtype, implementation):
+  """It multiplies every part of the state with 0 or 1: codes, remainders and scales keep their dtypes."""
+  tx = optax.lookahead(olp.adamw(LEARNING_RATE, min_quantized_size=0, implementation=implementation), 2, 0.5, True)
+  params = optax.LookaheadParams.init_synced(_params(dtype))
+  start = state = tx.init(params)
+  update = jax.jit(lambda g, s, p: tx.update(g, s, p))
+  _, state = update(params.fast, state, params)
+  assert int(state.fast_state.count) == 1 and float(jnp.max(olp.moments(state, params.fast)[1]["w"])) > 0
+  _, state = update(params.fast, state, params)
+  table.assert_same_bits(state, start)
+
+
+def test_sam(implementation):
+  """Two gradients a step; its ``update`` refuses extra arguments, so ``apply_gradients`` asks for none."""
+  wrap = lambda tx: contrib.sam(tx, optax.chain(contrib.normalize(), optax.sgd(0.02)), opaque_mode=False)
+
+  def train(inner, step):
+    tx, params = wrap(inner), _params(jnp.float32)
+    step = jax.jit(functools.partial(step, tx))
+    state = tx.init(params)
+    for _ in range(6):
+      params, state = step(jax.grad(_loss)(params), state, params)
+    return params
+
+  def plain(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  make = lambda: olp.adamw(LEARNING_RATE, min_quantized_size=0, implementation=implementation)
+  ours = train(make(), plain)
+  table.assert_same_bits(train(make(), olp.apply_gradients), ours)
+  begin = float(_loss(_params(jnp.float32)))
+  assert abs(float(_loss(ours)) - float(_loss(train(optax.adamw(LEARNING_RATE), plain)))) < 0.05 * begin
+  assert float(_loss(ours)) < 0.9 * begin
+
+
+def test_inject_stateful_hyperparams(implementation):
+  """The older name of ``inject_hyperparams``, and a schedule that keeps a state."""
+
+  class Halving(optax.schedules.StatefulSchedule):
+    init = lambda self: jnp.float32(2 * LEARNING_RATE)
+    update = lambda self, state, **extra_args: state / 2
+    __call__ = lambda self, state, **extra_args: state
+
+  with pytest.deprecated_call():
+    ours = optax.inject_stateful_hyperparams(olp.adamw)
+  params = _params(jnp.float32)
+  tx = ours(learning_rate=LEARNING_RATE, implementation=implementation)
+  right = optax.inject_hyperparams(olp.adamw)(learning_rate=LEARNING_RATE, implementation=implementation)
+  table.assert_same_bits(tx.update(params, tx.init(params), params), right.update(params, right.init(params), params))
+  tx = ours(learning_rate=Halving(), implementation=implementation)
+  state = tx.init(params)
+  sizes = []
+  for _ in range(3):
+    updates, state = tx.update(params, state, params)
+    sizes.append(float(jnp.abs(updates["w"]).mean()))
+  np.testing.assert_allclose(sizes, 2 * LEARNING_RATE * np.asarray([1, 0.5, 0.25]), rtol=1e-2)
+
+
+@pytest.mark.parametrize("formats", ["all_float32", "default, bf16"])
+def test_average_of_the_parameters(formats, implementation):
+  """``optax.ema`` and ``optax.incremental_update`` of the masters: a float32 average of a bfloat16 model."""
+  keywords, dtype = FORMATS[formats]
+
+  def train(tx, dtype, read):
+    params = _params(dtype)
+    state = tx.init(params)
+    average = read(state, params)
+    ema = optax.ema(0.9, debias=False)
+    ema_state = ema.init(average)
+
+    @jax.jit
+    def step(params, state, average, ema_state):
+      params, state = olp.apply_gradients(tx, jax.grad(_loss)(params), state, params)
+      values = read(state, params)
+      return params, state, optax.incremental_update(values, average, 0.1), ema.update(values, ema_state)[1]
+
+    for _ in range(8):
+      params, state, average, ema_state = step(params, state, average, ema_state)
+    return average, ema_state.ema
+
+  ours = train(olp.adamw(LEARNING_RATE, min_quantized_size=0, implementation=implementation, **keywords), dtype,
+               olp.master_params)  # fmt: skip
+  theirs = train(optax.adamw(LEARNING_RATE), jnp.float32, lambda state, params: params)
+  rounded = 2e-3 if dtype == jnp.bfloat16 else 0  # what the start lost
+  for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, atol=1e-5 if formats == "all_float32" else 0.02 + rounded)
+
+
 @pytest.mark.parametrize("formats", FORMATS)
 def test_inject_hyperparams(formats, implementation):
   """Every number becomes an array, in the parameters' dtype; a changed learning rate acts at once."""
@@ -232,10 +324,14 @@ def test_state_is_found_inside(wrapper, implementation):
   assert float(jnp.min(nu["w"])) > 0
 
 
+# Wrappers whose step is called in another way.
+OWN_TESTS = ("lookahead", "sam", "inject_hyperparams", "inject_stateful_hyperparams")
+
+
 def test_docs_list_every_wrapper():
   """docs/optax.md is checked by this table."""
   docs = (pathlib.Path(__file__).parent.parent / "docs" / "optax.md").read_text()
-  missing = [name for name in [*WRAPPERS, "lookahead", "inject_hyperparams"] if f"| `{name}` |" not in docs]
+  missing = [name for name in [*WRAPPERS, *OWN_TESTS] if f"| `{name}` |" not in docs]
   assert not missing
 
 
@@ -293,5 +389,5 @@ def test_differentiating_through_a_kernel_says_that_it_does_not_work():
     params = _params(jnp.float32)
     tx = olp.adamw(1e-2, implementation=name)
     state = tx.init(params)
-    with pytest.raises(ValueError, match="cannot be differentiated"):
+    with pytest.raises(NotImplementedError, match="cannot be differentiated: use implementation='jnp'"):
       jax.grad(lambda p: _loss(tx.update(p, state, p)[0]))(params)
