@@ -232,9 +232,11 @@ def call(
   absmax = []
   if tensor:
     absmax = [
-        jax.ffi.ffi_call(f"optax_lowprec_{name}_absmax", jax.ShapeDtypeStruct((3 * len(arrays),), jnp.float32), vmap_method="sequential")(
-            step_words, *flat, leaves=attributes
-        )
+        jax.ffi.ffi_call(
+            f"optax_lowprec_{name}_absmax",
+            jax.ShapeDtypeStruct((3 * len(arrays),), jnp.float32),
+            vmap_method="sequential",
+        )(step_words, *flat, leaves=attributes)
     ]
     absmax = [max_over_shards(absmax[0])]
   out = iter(

@@ -449,9 +449,8 @@ def decode(q: Array, scale: Array, fmt: StateFormat) -> Array:
 # every float32 is kept exactly.
 #
 # float16: its exponent range is not float32's, so the remainder counts 2^-16 (2^-8) of the parameter's last place.
-# 11 + 16 bits hold every float32 above 2^-14 in magnitude exactly, and smaller ones to 2^-40: half way to the
-# parameter above, 16 bits are one unit short, which float32 rounds away. 8 bits are not: there, the parameter is the one
-# above.
+# 11 + 16 bits hold every float32 above 2^-14 in magnitude exactly, and smaller ones to 2^-40: half way to the parameter
+# above, 16 bits are one unit short, which float32 rounds away. With 8 bits the parameter is then the one above.
 
 
 def _f16_unit(param: Array, bits: int) -> Array:

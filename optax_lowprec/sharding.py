@@ -49,7 +49,9 @@ def tree_step(
   rows: list[tuple[Array, LeafState]] = []
   for i in range(0, len(grads), LEAVES_PER_CALL):
     chunk = slice(i, i + LEAVES_PER_CALL)
-    call = _Call(name, tuple(options[chunk]), tuple(tuple(g.shape) for g in grads[chunk]), tuple(names[chunk]), has_param)
+    call = _Call(
+        name, tuple(options[chunk]), tuple(tuple(g.shape) for g in grads[chunk]), tuple(names[chunk]), has_param
+    )
     flat = []
     for g, p, s, o in zip(grads[chunk], params[chunk], states[chunk], options[chunk], strict=True):
       arrays = {"grad": g, "param": p, **s._asdict()}
@@ -100,16 +102,17 @@ def _types(mesh: Any, like: Any) -> Any:
 
 
 def _partitioned(
-    plain: Callable[..., Any], partition: Callable[..., Any], rule: str, sizes: dict[str, int], *,
+    plain: Callable[..., Any], partition: Callable[..., Any], rule: Callable[[int], tuple[str, dict[str, int]]], *,
     batched: Callable[..., Any] | None = None, jvp: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
   """``plain``, with a say in how it is cut on a mesh; on one device and inside ``shard_map`` it is ``plain`` itself.
 
+  ``rule`` gives Shardy's rule for a number of devices, and the sizes of factors that no dimension shows.
   ``custom_partitioning`` alone can neither be batched nor differentiated: under ``vmap`` and ``jvp`` these or ``plain``
   take its place.
   """
   automatic_axes = custom_partitioning(plain)
-  automatic_axes.def_partition(partition=partition, sharding_rule=rule, **sizes)
+  automatic_axes.def_partition(partition=partition, sharding_rule=lambda mesh, *types: rule(mesh.size))
 
   def call(*args):
     mesh = _explicit_mesh(args)
@@ -118,9 +121,9 @@ def _partitioned(
   def explicit_axes(mesh, *args):
     # The cuts are known while tracing.
     mesh, on_a_shard, out, given = partition(mesh, [jax.typeof(x) for x in args], None)
-    args = [jax.sharding.reshard(x, sharding) for x, sharding in zip(args, given, strict=True)]
+    cut = [jax.sharding.reshard(x, sharding) for x, sharding in zip(args, given, strict=True)]
     specs = lambda shardings: jax.tree.map(lambda s: s.spec, shardings)
-    return jax.shard_map(on_a_shard, mesh=mesh, in_specs=specs(given), out_specs=specs(out), check_vma=False)(*args)
+    return jax.shard_map(on_a_shard, mesh=mesh, in_specs=specs(given), out_specs=specs(out), check_vma=False)(*cut)
 
   @jax.custom_batching.custom_vmap
   def f(*args):
@@ -134,7 +137,8 @@ def _partitioned(
 
   g = jax.custom_jvp(lambda *args: f(*args))
   g.defjvp(jvp or (lambda primals, tangents: jax.jvp(plain, primals, tangents)))
-  return g
+  # Inside shard_map there is nothing to cut, and these wrappers would hide over which axes a result varies.
+  return lambda *args: (plain if any(getattr(jax.typeof(x), "vma", None) for x in args) else g)(*args)
 
 
 def _batched(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +164,6 @@ class _Call:
     self.fields = [[x.name for x in ffi.operands(o, has_param)] for o in options]
 
   def __call__(self, *args: Array) -> list[Array]:
-    rule, sizes = self._rule()
     plain = lambda *args: self._run(args, [Shard(s) for s in self.shapes])
     call: Callable[..., Any]
 
@@ -176,7 +179,7 @@ class _Call:
           f"the {self.name} implementation of optax_lowprec cannot be differentiated: use implementation='jnp'"
       )
 
-    call = _partitioned(plain, self._partition, rule, sizes, batched=one_by_one, jvp=jvp)
+    call = _partitioned(plain, self._partition, self._rule, batched=one_by_one, jvp=jvp)
     return call(*args)
 
   def _run(self, args: Sequence[Array], shards: Sequence[Shard], **keywords: Any) -> list[Array]:
@@ -187,11 +190,11 @@ class _Call:
 
   # --- how it may be cut ---
 
-  def _rule(self) -> tuple[str, dict[str, int]]:
+  def _rule(self, devices: int) -> tuple[str, dict[str, int]]:
     sizes: dict[str, int] = {}
     arguments, results = ["w"], []
     for i, (shape, o, fields) in enumerate(zip(self.shapes, self.options, self.fields, strict=True)):
-      data, scales, leaf_sizes = _factors(f"l{i}", shape, _block_rows(shape, o))
+      data, scales, leaf_sizes = _factors(f"l{i}", shape, _block_rows(shape, o), devices)
       sizes |= leaf_sizes
       for field in fields:
         text = scales.get(field.removesuffix("_scale"), "") if field.endswith("_scale") else data
@@ -225,7 +228,9 @@ class _Call:
                                for names in cut for a in names))  # fmt: skip
 
     def on_a_shard(*args: Array) -> list[Array]:
-      shards = [_shard(shape, o, cut, axis_sizes) for shape, o, cut in zip(self.shapes, self.options, cuts, strict=True)]
+      shards = [
+          _shard(shape, o, cut, axis_sizes) for shape, o, cut in zip(self.shapes, self.options, cuts, strict=True)
+      ]
       reduce_max = functools.partial(lax.pmax, axis_name=axes) if axes else lambda x: x
       return self._run(args, shards, max_over_shards=reduce_max)
 
@@ -244,7 +249,9 @@ def _block_rows(shape: tuple[int, ...], options: LeafOptions) -> dict[str, int]:
           if f is not None and f.scaling == "block"}  # fmt: skip
 
 
-def _factors(name: str, shape: tuple[int, ...], rows: dict[str, int]) -> tuple[str, dict[str, str], dict[str, int]]:
+def _factors(
+    name: str, shape: tuple[int, ...], rows: dict[str, int], devices: int
+) -> tuple[str, dict[str, str], dict[str, int]]:
   """A leaf in Shardy's notation: its dimensions, those of its scales, and the sizes of factors that no dimension shows.
 
   A factor for each axis, and two for an axis of whole blocks: which one, and where in it.
@@ -253,25 +260,27 @@ def _factors(name: str, shape: tuple[int, ...], rows: dict[str, int]) -> tuple[s
   axis = fmts.block_geometry(shape, 1).axis
   common = math.lcm(*rows.values()) if rows and shape else 0
   dims = [f"{name}d{d}" for d in range(len(shape))]
-  # Shardy has no factors of size 1 beside others.
-  whole = common > 0 and shape[axis] % common == 0 and shape[axis] > common
+  # Shardy has no factors of size 1 beside others. Of a number of blocks that does not divide among the devices it would
+  # take a part of a mesh axis, for which JAX has no sharding: then scales have an axis of their own.
+  blocks, rest = divmod(shape[axis], common) if common else (0, 0)
+  whole = rest == 0 and blocks > 1 and blocks % devices == 0
   if whole and common == 1:
     dims[axis] = f"{name}c"
   elif whole:
     dims[axis] = f"({name}c {name}k)"
     sizes[f"{name}k"] = common
     if common not in rows.values():
-      sizes[f"{name}c"] = shape[axis] // common
+      sizes[f"{name}c"] = blocks
   scales = {}
   for part, n in rows.items():
-    blocks = f"{name}{part}b"
+    dim = f"{name}{part}b"
     if whole and n == common:
-      blocks = f"{name}c"
+      dim = f"{name}c"
     elif whole:
-      sizes[blocks] = common // n
-      blocks = f"({name}c {blocks})"
+      sizes[dim] = common // n
+      dim = f"({name}c {dim})"
     behind = [f"{name}{part}d{d}" for d in range(axis + 1, len(shape))]  # all of size 1
-    scales[part] = " ".join([*dims[:axis], blocks, *behind]) if shape else ""
+    scales[part] = " ".join([*dims[:axis], dim, *behind]) if shape else ""
   return " ".join(dims), scales, sizes
 
 
@@ -310,8 +319,8 @@ def _allowed(cut: Cut, shape: tuple[int, ...], options: LeafOptions, axis_sizes:
     sizes = [math.prod(axis_sizes[a] for a in names) for names in cut]
     blocks = ", ".join(f"{part} in blocks of {r}" for part, r in rows.items())
     warnings.warn(
-        f"optax_lowprec: {name} {list(shape)} is cut into {sizes} pieces, not whole blocks each ({blocks or 'uneven'}); "
-        "it is gathered for every step. Choose another sharding or block_size for it.",
+        f"optax_lowprec: {name} {list(shape)} is cut into {sizes} pieces, not whole blocks each "
+        f"({blocks or 'uneven'}); it is gathered for every step. Choose another sharding or block_size for it.",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -371,10 +380,10 @@ def zeros_like(p: Any, kinds: Sequence[tuple[Any, int | None]]) -> list[Array]:
     return plain()
   traced = isinstance(p, jax.core.Tracer)
   sharding = jax.typeof(p).sharding if traced else p.sharding
-  if not traced and not isinstance(sharding, NamedSharding):
-    return [jnp.zeros_like(p, shape=s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
-  if not traced or _explicit_mesh(p) is not None:
+  if isinstance(sharding, NamedSharding) and (not traced or _explicit_mesh(p) is not None):
     return [jnp.zeros(s, d, device=fit(sharding, s)) for s, d in zip(shapes, dtypes, strict=True)]
+  if not traced:
+    return [jnp.zeros_like(p, shape=s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
 
   # The compiler would choose any sharding for a constant.
   def partition(mesh, arg_shapes, result_shapes):
@@ -385,9 +394,13 @@ def zeros_like(p: Any, kinds: Sequence[tuple[Any, int | None]]) -> list[Array]:
     return mesh, lambda _: [jnp.zeros(s, d) for s, d in zip(local, dtypes, strict=True)], out, (given,)
 
   rows = {f"b{size}": fmts.block_geometry(shape, size).rows for _, size in kinds if size is not None}
-  data, scales, sizes = _factors("l", shape, rows)
-  results = ", ".join(data if size is None else scales[f"b{size}"] for _, size in kinds)
-  return _partitioned(plain, partition, f"{data} -> {results}", sizes)(p)
+
+  def rule(devices):
+    data, scales, sizes = _factors("l", shape, rows, devices)
+    results = ", ".join(data if size is None else scales[f"b{size}"] for _, size in kinds)
+    return f"{data} -> {results}", sizes
+
+  return _partitioned(plain, partition, rule)(p)
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Any, param_shardings: Any) -> Any:
@@ -445,8 +458,8 @@ def sums(grads: Sequence[Array], scale: Array, norm: bool, finite: bool) -> tupl
       values = []
       for g, cut in zip(grads, cuts, strict=True):
         # Of devices that have the same shard, one speaks.
-        mine = functools.reduce(jnp.logical_and, [lax.axis_index(a) == 0 for a in names if a not in cut], True)
-        values += [jnp.where(mine, x, 0.0) for x in of_leaf(g, scale)]
+        twins = [lax.axis_index(a) for a in names if a not in cut]
+        values += [jnp.where(sum(twins) == 0, x, 0.0) if twins else x for x in of_leaf(g, scale)]
       return lax.psum(jnp.stack(values), names) if names else jnp.stack(values)
 
     replicated = NamedSharding(mesh, P())
@@ -456,7 +469,7 @@ def sums(grads: Sequence[Array], scale: Array, norm: bool, finite: bool) -> tupl
   if not grads or not (norm or finite):
     return zero, zero
   dims = [" ".join(f"l{i}d{d}" for d in range(g.ndim)) for i, g in enumerate(grads)]
-  per_leaf = _partitioned(plain, partition, f", {', '.join(dims)} -> n", {})(scale, *grads)
+  per_leaf = _partitioned(plain, partition, lambda _: (f", {', '.join(dims)} -> n", {}))(scale, *grads)
   columns = per_leaf.reshape(len(grads), norm + finite)
   add = lambda column: functools.reduce(jnp.add, [columns[i, column] for i in range(len(grads))])
   return add(0) if norm else zero, add(int(norm)) if finite else zero

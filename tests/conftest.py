@@ -26,3 +26,24 @@ def runnable_implementations() -> tuple[str, ...]:
 @pytest.fixture(params=runnable_implementations())
 def implementation(request):
   return request.param
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+      "--thin", type=int, default=1, metavar="N",
+      help="of the rows of each parametrized test run every Nth: for a second Python or jax",
+  )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config, items):
+  thin = config.getoption("--thin")
+  if thin <= 1:
+    return
+  seen: dict[str, int] = {}
+  kept, left_out = [], []
+  for item in items:
+    name = item.nodeid.partition("[")[0]
+    position = seen[name] = seen.get(name, -1) + 1
+    (left_out if position % thin else kept).append(item)
+  config.hook.pytest_deselected(items=left_out)
+  items[:] = kept

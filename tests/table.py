@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 from typing import Any
 
 import jax
@@ -251,6 +252,9 @@ def _rows() -> tuple[Row, ...]:
 
 ROWS = _rows()
 ROW_IDS = tuple(str(r).replace(" ", "_") for r in ROWS)
+
+# Every row for every implementation, not only for the first.
+ALL_ROWS = bool(os.environ.get("OPTAX_LOWPREC_ALL_ROWS"))
 
 # A few that stand for all, where a test is about something else than numbers.
 FEW = {

@@ -1,7 +1,6 @@
 """The numbers of a step: equality with optax, every combination of formats against float64, and the traps."""
 
 import functools
-import os
 
 import chex
 from conftest import runnable_implementations
@@ -98,11 +97,10 @@ def test_scale_by_adam_needs_no_params(implementation):
 # --- every combination against float64 ------------------------------------------------------------------------------
 
 
-ALL_ROWS = bool(os.environ.get("OPTAX_LOWPREC_ALL_ROWS"))
 # Every row for the first implementation. The others store the same bits (test_kernels.py), and jnp takes long to
 # compile: of theirs two in seven, in which each dtype, scaling and rounding is.
 ROWS_OF = [(i, r) for n, i in enumerate(runnable_implementations()) for k, r in enumerate(table.ROWS)
-           if n == 0 or ALL_ROWS or k % 7 in (0, 3)]  # fmt: skip
+           if n == 0 or table.ALL_ROWS or k % 7 in (0, 3)]  # fmt: skip
 EVERY_ROW = pytest.mark.parametrize(
     "implementation, row", ROWS_OF, ids=[f"{i}-{str(r).replace(' ', '_')}" for i, r in ROWS_OF]
 )

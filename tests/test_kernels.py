@@ -114,8 +114,15 @@ def steps_of(implementation, dtype, formats, fused, n=20, grad_dtype=None, neste
 
   @functools.partial(jax.jit, compiler_options=table.OPTIMIZED)
   def step(grads, params, states, hyper):
-    rows = implementations.tree_step(grads, params, states, [hyper] * len(params), options, implementation,
-                                     [jax.tree_util.keystr(path) for path, _ in leaves])
+    rows = implementations.tree_step(
+        grads,
+        params,
+        states,
+        [hyper] * len(params),
+        options,
+        implementation,
+        [jax.tree_util.keystr(path) for path, _ in leaves],
+    )
     out, states = zip(*rows, strict=True)
     return list(out), list(states)
 
