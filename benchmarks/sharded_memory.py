@@ -1,7 +1,8 @@
 """Bytes that each device holds of parameters and optimizer state, for Llamas cut over 8 to 1024 devices.
 
 Nothing is allocated and no device is needed: trees come from ``jax.eval_shape`` of each optimizer's ``init``, shardings
-from ``olp.state_shardings`` on an abstract mesh, and bytes from the shape of a shard.
+from ``olp.state_shardings`` on an abstract mesh, and bytes from the shape of a shard. It takes minutes: 405B has 1137
+leaves.
 
     python benchmarks/sharded_memory.py
 """
@@ -105,21 +106,26 @@ def bytes_per_device(shapes: Any, shardings: Any) -> int:
   return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
 
 
-def measure(model: str, row: Row, devices: int) -> dict[str, Any]:
+def measure(model: str, row: Row) -> list[dict[str, Any]]:
   params = MODELS[model].params(row.dtype)
   tx = row.make()
-  param_shardings = jax.tree.map(functools.partial(fsdp, mesh_of(devices)), params)
-  state = bytes_per_device(jax.eval_shape(tx.init, params), olp.state_shardings(tx, params, param_shardings))
-  pairs = zip(jax.tree.leaves(params), jax.tree.leaves(param_shardings), strict=True)
-  return {
-      "model": model,
-      "parameters": sum(math.prod(p.shape) for p in jax.tree.leaves(params)),
-      "optimizer": row.label,
-      "devices": devices,
-      "parameter_bytes": bytes_per_device(params, param_shardings),
-      "state_bytes": state,
-      "replicated_parameters": sum(math.prod(p.shape) for p, s in pairs if s.is_fully_replicated),
-  }
+  state = jax.eval_shape(tx.init, params)
+  results = []
+  for devices in DEVICES:
+    param_shardings = jax.tree.map(functools.partial(fsdp, mesh_of(devices)), params)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(param_shardings), strict=True)
+    results.append(
+        {
+            "model": model,
+            "parameters": sum(math.prod(p.shape) for p in jax.tree.leaves(params)),
+            "optimizer": row.label,
+            "devices": devices,
+            "parameter_bytes": bytes_per_device(params, param_shardings),
+            "state_bytes": bytes_per_device(state, olp.state_shardings(tx, params, param_shardings)),
+            "replicated_parameters": sum(math.prod(p.shape) for p, s in pairs if s.is_fully_replicated),
+        }
+    )
+  return results
 
 
 def markdown(results: list[dict[str, Any]]) -> str:
@@ -136,7 +142,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--out", default=None, help="folder of the result file")
   args = parser.parse_args()
-  results = [measure(model, row, devices) for model in MODELS for row in ROWS for devices in DEVICES]
+  results = [result for model in MODELS for row in ROWS for result in measure(model, row)]
   print("GiB a device: parameters and optimizer state, by the number of devices\n")
   print(markdown(results))
   for model in MODELS:

@@ -1,7 +1,7 @@
 """One training run in five layouts on a mesh: replicated, ZeRO-1, FSDP, tensor parallel, and FSDP with tensor parallel.
 
-They differ only in shardings; losses are the same but for rounding. The table at the end has, for each layout, the bytes
-that one device holds, and what the optimizer's step communicates. On the devices that are there, or on simulated ones::
+They differ only in shardings; losses are the same but for rounding. The table at the end has, for each layout, the
+bytes that one device holds, and what the optimizer's step communicates. It uses all devices, or simulated ones::
 
     python examples/sharded.py
     python examples/sharded.py --devices 8

@@ -190,7 +190,7 @@ def canonical_format(spec: Any, part: Part) -> Any:
       name = _dtype_name(spec)
     except ValueError as e:
       raise ValueError(f"{part}: {e}") from None
-    # Plain float8 cannot span the range of squared gradients; its square root can (docs/numerics.md).
+    # Plain float8 cannot span the range of squared gradients; its square root can.
     transform: Transform = "sqrt" if part == "nu" and name.startswith("float8") else None
     fmt = StateFormat(name, scaling=_DEFAULT_SCALING.get(name), transform=transform)
   if part != "master" and fmt.is_remainder:

@@ -198,7 +198,9 @@ class _Call:
       sizes |= leaf_sizes
       for field in fields:
         text = scales.get(field.removesuffix("_scale"), "") if field.endswith("_scale") else data
-        arguments.append(text)
+        # The gradient is brought to the state, and has no say in how the state is cut.
+        own = " ".join(f"l{i}g{d}" for d in range(len(shape)))
+        arguments.append(own if field == "grad" else text)
         if field != "param":
           results.append(text)  # that of the gradient is the update or parameter
     return f"{', '.join(arguments)} -> {', '.join(results)}", sizes
@@ -422,10 +424,11 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, param_shardin
   replicated = NamedSharding(shardings[0].mesh, P())
   return optax.tree_utils.tree_map_params(
       tx,
-      lambda x, sharding: fit(sharding, tuple(x.shape)),
+      lambda x, sharding: x if isinstance(x, optax.MaskedNode) else fit(sharding, tuple(x.shape)),
       jax.eval_shape(tx.init, params),
       param_shardings,
       transform_non_params=lambda _: replicated,
+      is_leaf=lambda x: isinstance(x, optax.MaskedNode),
   )
 
 

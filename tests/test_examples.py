@@ -21,8 +21,8 @@ EXAMPLES = {
 
 
 def test_every_example_is_here():
-  """And docs/optax.md names it. (The demo, train_lm.py, has a Makefile target of its own.)"""
-  assert {f.stem for f in FOLDER.glob("*.py")} == {*EXAMPLES, "common", "train_lm"}
+  """And docs/optax.md names it. (train_lm.py and sharded.py have tests of their own.)"""
+  assert {f.stem for f in FOLDER.glob("*.py")} == {*EXAMPLES, "common", "sharded", "train_lm"}
   docs = (FOLDER.parent / "docs" / "optax.md").read_text()
   assert not [name for name in EXAMPLES if f"examples/{name}.py" not in docs]
 

@@ -20,6 +20,8 @@ from table import StateFormat
 from test_kernels import SPECIALISED
 
 import optax_lowprec as olp
+from optax_lowprec import checkpoint
+from optax_lowprec import state as state_lib
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices, on the CPU simulated ones")
 
@@ -385,6 +387,64 @@ def test_shardings_derived_as_frameworks_do():
   assert jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, shardings)
   one, _ = jax.jit(lambda p, s: olp.apply_gradients(tx, p, s, p))(params, tx.init(params))
   jax.tree.map(lambda x, y: np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-2), new, one)
+
+
+@pytest.mark.parametrize("name", ["bf16_remainder16_fp8_fp8", "stochastic_tensor"])
+def test_checkpoints_move_between_meshes(name, tmp_path):
+  """One device, then eight, then two: the bits of a run that was never interrupted."""
+  dtype, formats = FORMATS[name]
+  tx = optimizer(None, formats)
+  params = table.tree(SHAPES, dtype)
+  state = tx.init(params)
+  step = jax.jit(lambda p, s, g: olp.apply_gradients(tx, g, s, p))
+  gradients = table.Gradients(SHAPES)
+  grads = [{k: jnp.asarray(gradients.numpy(t, k), dtype) for k in SHAPES} for t in range(3)]
+  want = (params, state)
+  for g in grads:
+    want = step(*want, g)
+  for t, mesh_shape in enumerate((None, (4, 2), (2,))):
+    if mesh_shape:
+      checkpoint.save(tmp_path / str(t), params, state)
+      shardings = shardings_of(make_mesh(mesh_shape), MESHES[mesh_shape])
+      like = {k: jax.ShapeDtypeStruct(s, dtype, sharding=shardings[k]) for k, s in SHAPES.items()}
+      params, state = checkpoint.restore(tmp_path / str(t), tx, like)
+      assert params["matrix"].sharding == shardings["matrix"] and len(state.mu["matrix"].sharding.device_set) > 1
+      grads[t] = jax.device_put(grads[t], shardings)
+    params, state = step(params, state, grads[t])
+  table.assert_same_bits(jax.device_get((params, state)), jax.device_get(want))
+
+
+def test_the_gradient_has_no_say_in_how_the_state_is_cut(implementation):
+  """Nothing is pinned, the gradient is cut another way: it alone is moved, and the state stays where it is."""
+  tx = optimizer(implementation, {})
+  mesh = make_mesh((8,))
+  shardings = {"w": NamedSharding(mesh, P("x"))}
+  params, state = place(tx, table.tree({"w": (64, 1024)}, jnp.bfloat16), shardings)
+  grads = jax.device_put(params, NamedSharding(mesh, P(None, "x")))
+  compiled = fused(tx).lower(params, state, grads).compile()
+  assert sum(collectives(compiled.as_text()).values()) <= (1 if implementation != "jnp" else 2)
+  before = jax.tree.map(lambda x: x.sharding, (params, state))
+  for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(compiled(params, state, grads)), strict=True):
+    assert y.sharding.is_equivalent_to(x, y.ndim)
+
+
+WRAPPED = {
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "masked": lambda tx: optax.masked(tx, lambda p: {k: k != "bias" for k in p}),
+    "partition": lambda tx: optax.partition({True: tx, False: optax.sgd(1e-2)}, lambda p: {k: k != "bias" for k in p}),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_state_shardings_inside_wrappers(wrapper):
+  tx = WRAPPED[wrapper](optimizer(None, {}))
+  params = table.tree(SHAPES, jnp.bfloat16)
+  shardings = olp.state_shardings(tx, params, shardings_of(make_mesh((4, 2)), MESHES[4, 2]))
+  state = jax.device_put(tx.init(params), shardings)
+  found = state_lib.find_states(state)[0]
+  assert found.mu["matrix"].sharding.spec == found.mu_scale["matrix"].sharding.spec == P("x", "y")
+  assert found.count.sharding.is_fully_replicated
 
 
 def test_state_shardings_of_nothing_says_so():
