@@ -158,7 +158,7 @@ def leaf_attributes(shape: tuple[int, ...], options: LeafOptions, has_param: boo
 def _result(like: Array, dtype: Any) -> jax.ShapeDtypeStruct:
   # Inside shard_map a result must say over which mesh axes it varies.
   vma = getattr(jax.typeof(like), "vma", None)
-  return jax.ShapeDtypeStruct(like.shape, dtype, **({"vma": vma} if vma else {}))
+  return jax.ShapeDtypeStruct(like.shape, dtype, **({} if vma is None else {"vma": vma}))
 
 
 class Operand(NamedTuple):

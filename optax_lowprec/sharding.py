@@ -46,22 +46,27 @@ def tree_step(
   """
   step_words = ffi.words(hyper)
   has_param = params[0] is not None
-  rows: list[tuple[Array, LeafState]] = []
-  for i in range(0, len(grads), LEAVES_PER_CALL):
-    chunk = slice(i, i + LEAVES_PER_CALL)
-    call = _Call(
-        name, tuple(options[chunk]), tuple(tuple(g.shape) for g in grads[chunk]), tuple(names[chunk]), has_param
-    )
-    flat = []
-    for g, p, s, o in zip(grads[chunk], params[chunk], states[chunk], options[chunk], strict=True):
-      arrays = {"grad": g, "param": p, **s._asdict()}
-      flat += [arrays[operand.name] for operand in ffi.operands(o, has_param)]
-    out = iter(call(step_words, *flat))
-    for s, o in zip(states[chunk], options[chunk], strict=True):
-      first = next(out)
-      fields = [operand.name for operand in ffi.operands(o, has_param) if operand.name not in ("grad", "param")]
-      rows.append((first, s._replace(**{k: next(out) for k in fields})))
-  return rows
+  # Inside shard_map the results of a call vary over the mesh axes that any of its operands varies over.
+  groups: dict[Any, list[int]] = {}
+  for i, g in enumerate(grads):
+    groups.setdefault(getattr(jax.typeof(g), "vma", None), []).append(i)
+  rows: dict[int, tuple[Array, LeafState]] = {}
+  for group in groups.values():
+    for start in range(0, len(group), LEAVES_PER_CALL):
+      chunk = group[start : start + LEAVES_PER_CALL]
+      pick = lambda sequence, chunk=chunk: tuple(sequence[i] for i in chunk)
+      shapes = tuple(tuple(g.shape) for g in pick(grads))
+      call = _Call(name, pick(options), shapes, pick(names), has_param)
+      flat = []
+      for i in chunk:
+        arrays = {"grad": grads[i], "param": params[i], **states[i]._asdict()}
+        flat += [arrays[operand.name] for operand in ffi.operands(options[i], has_param)]
+      out = iter(call(step_words, *flat))
+      for i in chunk:
+        first = next(out)
+        fields = [x.name for x in ffi.operands(options[i], has_param) if x.name not in ("grad", "param")]
+        rows[i] = (first, states[i]._replace(**{k: next(out) for k in fields}))
+  return [rows[i] for i in range(len(grads))]
 
 
 def _explicit_mesh(tree: Any) -> Any:

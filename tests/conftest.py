@@ -1,6 +1,7 @@
 """The ``implementation`` fixture: every behaviour test runs once for each implementation that works here."""
 
 import os
+import zlib
 
 # Eight devices for the tests of sharding. Most time is compiling, so do it without LLVM's optimizer, but for the tests
 # of bits: they ask for `table.OPTIMIZED`.
@@ -30,20 +31,20 @@ def implementation(request):
 
 def pytest_addoption(parser):
   parser.addoption(
-      "--thin", type=int, default=1, metavar="N",
-      help="of the rows of each parametrized test run every Nth: for a second Python or jax",
+      "--rows", default="1/1", metavar="K/N",
+      help="of the rows of each parametrized test the Kth of N parts, so that several environments can share them",
   )  # fmt: skip
 
 
 def pytest_collection_modifyitems(config, items):
-  thin = config.getoption("--thin")
-  if thin <= 1:
-    return
-  seen: dict[str, int] = {}
-  kept, left_out = [], []
+  part, parts = map(int, config.getoption("--rows").split("/"))
+  rows: dict[str, list[pytest.Item]] = {}
   for item in items:
-    name = item.nodeid.partition("[")[0]
-    position = seen[name] = seen.get(name, -1) + 1
-    (left_out if position % thin else kept).append(item)
-  config.hook.pytest_deselected(items=left_out)
-  items[:] = kept
+    rows.setdefault(item.nodeid.partition("[")[0], []).append(item)
+  kept = set()
+  for group in rows.values():
+    # By a hash of the name: every other row would often be every row of one implementation.
+    mine = [x for x in group if zlib.crc32(x.nodeid.encode()) % parts == part - 1]
+    kept.update(mine or [group[part % len(group)]])
+  config.hook.pytest_deselected(items=[x for x in items if x not in kept])
+  items[:] = [x for x in items if x in kept]

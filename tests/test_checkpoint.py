@@ -376,11 +376,14 @@ def test_there_must_be_a_whole_checkpoint(saved, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("part", [0.5, "gone"])
 def test_damaged_files(part, saved, tmp_path):
-  """Each file of a checkpoint in turn cut or gone: an error, or it was not needed and nothing differs."""
+  """Files of a checkpoint in turn cut or gone: an error, or it was not needed and nothing differs.
+
+  Every fourth file; all of them with OPTAX_LOWPREC_ALL_ROWS=1.
+  """
   path, params, state = saved
   files = sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file())
   errors = []
-  for i, name in enumerate(files):
+  for i, name in enumerate(files if table.ALL_ROWS else files[1::4]):
     copy = tmp_path / str(i)
     for p in files:
       (copy / p).parent.mkdir(parents=True, exist_ok=True)
@@ -394,7 +397,7 @@ def test_damaged_files(part, saved, tmp_path):
     else:
       table.assert_same_bits(restored, (params, state), str(name))
     gc.collect()
-  assert len(errors) >= 5
+  assert len(errors) >= (5 if table.ALL_ROWS else 1)
   assert all(any(words in e for words in ("incomplete or damaged", "damaged record", "no record")) for e in errors)
 
 

@@ -302,6 +302,8 @@ CUT = {
 @pytest.mark.parametrize("cut", CUT)
 def test_case_16_shards_that_are_not_whole_blocks(cut, implementation):
   """torchtune #1978: right results; where a kernel needs the leaf gathered, a warning names it."""
+  if implementation == "jnp" and cut not in ("768_last_4", "1601_first_8", "50257_last_4") and not table.ALL_ROWS:
+    pytest.skip("XLA cuts jnp: three of the rows are enough unless OPTAX_LOWPREC_ALL_ROWS is set")
   shape, axis, pieces, gathered = CUT[cut]
   tx = optimizer(implementation, {})
   mesh = make_mesh((pieces,))
