@@ -21,6 +21,7 @@ from optax_lowprec import ffi
 from optax_lowprec import formats as fmts
 from optax_lowprec import implementations
 from optax_lowprec import reference
+from optax_lowprec import sharding
 from optax_lowprec import state as state_lib
 from optax_lowprec import StateFormat
 from optax_lowprec.reference import LeafOptions
@@ -262,7 +263,7 @@ def _lowered_for_cuda(n, **kw):
 def test_program_for_cuda_calls_the_kernel():
   text = _lowered_for_cuda(120)
   calls = re.findall(r"custom_call @optax_lowprec_cuda_step", text)
-  assert len(calls) == -(-120 // ffi.LEAVES_PER_CALL)
+  assert len(calls) == -(-120 // sharding.LEAVES_PER_CALL)
   # Parameter, two moments, remainder and two scales of each leaf are updated in place.
   assert len(re.findall(r"#stablehlo.output_operand_alias", text)) == 6 * 120
   assert "optax_lowprec_cpu" not in text
