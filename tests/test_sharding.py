@@ -124,16 +124,11 @@ def on_one_device(name, implementation):
 
 
 def _bit_rows():
-  """Every format on 8 devices in two directions, other meshes for two formats; for the first implementation.
-
-  The others do three formats on the first mesh, or all there is with OPTAX_LOWPREC_ALL_ROWS=1.
-  """
-  some = ("bf16_remainder16_fp8_fp8", "stochastic_tensor")
-  for n, i in enumerate(runnable_implementations()):
+  """Every format on 8 devices in two directions, and other meshes for two formats."""
+  for i in runnable_implementations():
     for name in FORMATS:
       for mesh in MESHES:
-        full = n == 0 or table.ALL_ROWS
-        if (name in some and (full or mesh == (4, 2))) or (mesh == (4, 2) and (full or name == "tensor")):
+        if mesh == (4, 2) or name in ("bf16_remainder16_fp8_fp8", "stochastic_tensor"):
           yield i, name, mesh
 
 
