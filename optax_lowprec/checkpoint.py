@@ -90,6 +90,11 @@ def _states(state: PyTree) -> list[tuple[tuple[str, ...], LowPrecisionAdamState]
   return [(keys(k), s) for k, s in found if state_lib.is_state(s)]
 
 
+def _without_empty(tree: PyTree) -> PyTree:
+  """Orbax refuses empty arrays."""
+  return jax.tree.map(lambda x: None if math.prod(x.shape) == 0 else x, tree)
+
+
 def _describe(x: Any) -> str:
   return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
 
@@ -116,7 +121,7 @@ def record(state: PyTree, params: PyTree) -> dict[str, Any]:
   states = []
   for at, s in _states(state):
     leaves = {}
-    for name, path, p, _, f in state_lib._leaves_of(s, params):
+    for name, path, p, _, f in state_lib.leaves_of(s, params):
       entry: dict[str, Any] = {"path": list(keys(path)), "shape": list(p.shape), "dtype": jnp.dtype(p.dtype).name}
       for part in state_lib.PARTS:
         fmt = None if f is None else getattr(f, part)
@@ -260,10 +265,9 @@ def save_args(params: PyTree, state: PyTree) -> Any:
     ValueError: if no state of ours is there, or it belongs to other parameters.
   """
   ocp = orbax()
-  full = lambda tree: jax.tree.map(lambda x: None if math.prod(x.shape) == 0 else x, tree)
   return ocp.args.Composite(
-      params=ocp.args.StandardSave(full(params)),
-      state=ocp.args.StandardSave(full(state)),
+      params=ocp.args.StandardSave(_without_empty(params)),
+      state=ocp.args.StandardSave(_without_empty(state)),
       record=ocp.args.JsonSave(record(state, params)),
   )
 
@@ -320,13 +324,12 @@ def restore(
   params, state = _restore_targets(tx, params_like)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
   _check_record(saved, shapes[1], shapes[0])
-  full = lambda tree: jax.tree.map(lambda x: None if math.prod(x.shape) == 0 else x, tree)
   with reading(path):
     for what, tree in (("params", shapes[0]), ("state", shapes[1])):
       _check_arrays(read_metadata(path, what), tree, what)
     with ocp.Checkpointer(_handler()) as checkpointer:
       args = ocp.args.Composite(
-          params=ocp.args.StandardRestore(full(params)), state=ocp.args.StandardRestore(full(state))
+          params=ocp.args.StandardRestore(_without_empty(params)), state=ocp.args.StandardRestore(_without_empty(state))
       )
       found = checkpointer.restore(path, args)
       restored = jax.block_until_ready((found["params"], found["state"]))

@@ -373,7 +373,7 @@ def from_optax(
   work = []
   for adam, s in zip(adams, ours, strict=True):
     mu, nu = _named(adam.mu), _named(adam.nu)
-    rows = list(state_lib._leaves_of(s, params))
+    rows = list(state_lib.leaves_of(s, params))
     _check_names(mu, (name for name, *_ in rows))
     for name, _, p, _, _ in rows:
       if tuple(mu[name].shape) != tuple(p.shape):
@@ -440,7 +440,7 @@ def to_optax(
   work = []
   for s, adam in zip(ours, adams, strict=True):
     mu, nu = _named(adam.mu), _named(adam.nu)
-    rows = list(state_lib._leaves_of(s, params))
+    rows = list(state_lib.leaves_of(s, params))
     _check_names((name for name, *_ in rows), mu)
     work.append((s, adam, [(p, leaf, f, mu[name], nu[name]) for name, _, p, leaf, f in rows]))
   build = _join(state, target, _is_ours, _is_adam, [s.count for s in ours])
@@ -506,8 +506,8 @@ def convert(
   _same_number(len(olds), len(news))
   work = []
   for old, new in zip(olds, news, strict=True):
-    by_name = {name: (leaf, f) for name, _, _, leaf, f in state_lib._leaves_of(old, params)}
-    rows = list(state_lib._leaves_of(new, params))
+    by_name = {name: (leaf, f) for name, _, _, leaf, f in state_lib.leaves_of(old, params)}
+    rows = list(state_lib.leaves_of(new, params))
     _check_names(by_name, (name for name, *_ in rows))
     work.append((old, new, [(name, p, *by_name[name], f) for name, _, p, _, f in rows]))
   build = _join(state, target, _is_ours, _is_ours, [s.count for s in olds])
@@ -532,7 +532,7 @@ def convert(
     new_params[name], leaf = one(*row)
     leaves[i].append(leaf)
   states = [state_lib.replace_leaves(new, x, old.count) for (old, new, _), x in zip(work, leaves, strict=True)]
-  return state_lib._as_tree(params, new_params, lambda p: p), build(states)
+  return state_lib.as_tree(params, new_params, lambda p: p), build(states)
 
 
 def export_float32(
@@ -555,7 +555,7 @@ def export_float32(
   Raises:
     ValueError: if our state is not there or belongs to other parameters.
   """
-  rows = [row for s in state_lib.find_states(state) for row in state_lib._leaves_of(s, params) if row[4] is not None]
+  rows = [row for s in state_lib.find_states(state) for row in state_lib.leaves_of(s, params) if row[4] is not None]
 
   def leaves() -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     for name, _, p, leaf, f in progress_bar(rows, len(rows), "export", progress):
@@ -597,7 +597,7 @@ def import_float32(
   target = jax.eval_shape(tx.init, params)
   wanted: dict[str, tuple[Any, LeafFormats | None]] = {}
   for s in state_lib.find_states(target):
-    wanted |= {name: (p, f) for name, _, p, _, f in state_lib._leaves_of(s, params)}
+    wanted |= {name: (p, f) for name, _, p, _, f in state_lib.leaves_of(s, params)}
   count = jnp.asarray(count, jnp.int32)
   done = {name: _write(p, None, _no_part) for name, (p, f) in wanted.items() if f is None}
   for name, parts in progress_bar(leaves, len(wanted) - len(done), "import", progress):
@@ -619,7 +619,7 @@ def import_float32(
     if name not in done:
       raise ValueError(f"{name or 'the parameter'} is missing")
   state = _fresh_state(tx, params, target, done, count)
-  return state_lib._as_tree(params, {name: p for name, (p, _) in done.items()}, lambda p: p), state
+  return state_lib.as_tree(params, {name: p for name, (p, _) in done.items()}, lambda p: p), state
 
 
 def _no_part(part: Part) -> None:

@@ -231,14 +231,12 @@ def call(
     step_words = jnp.concatenate([step_words, jnp.stack(bases)])
   absmax = []
   if tensor:
-    absmax = [
-        jax.ffi.ffi_call(
-            f"optax_lowprec_{name}_absmax",
-            jax.ShapeDtypeStruct((3 * len(arrays),), jnp.float32),
-            vmap_method="sequential",
-        )(step_words, *flat, leaves=attributes)
-    ]
-    absmax = [max_over_shards(absmax[0])]
+    local = jax.ffi.ffi_call(
+        f"optax_lowprec_{name}_absmax",
+        jax.ShapeDtypeStruct((3 * len(arrays),), jnp.float32),
+        vmap_method="sequential",
+    )(step_words, *flat, leaves=attributes)
+    absmax = [max_over_shards(local)]
   out = iter(
       jax.ffi.ffi_call(f"optax_lowprec_{name}_step", results, vmap_method="sequential", input_output_aliases=aliases)(
           step_words, *absmax, *flat, leaves=attributes, tensor=np.int64(tensor)

@@ -94,23 +94,15 @@ def tree_step(
   ):
     if index:
       *arrays, chosen = zip(*(leaves[i] for i in index), strict=True)
-      run = functools.partial(_run, options=list(chosen), implementation=name, names=[names[i] for i in index])
-      for i, row in zip(index, run(*(list(x) for x in arrays)), strict=True):
+      done = _run(tuple(list(x) for x in arrays), list(chosen), name, [names[i] for i in index])
+      for i, row in zip(index, done, strict=True):
         rows[i] = row
   return rows
 
 
 def _run(
-    grads: Any,
-    params: Any,
-    states: Any,
-    hypers: Any,
-    *,
-    options: list[LeafOptions],
-    implementation: str | None,
-    names: list[str],
+    arrays: tuple[Any, ...], options: list[LeafOptions], implementation: str | None, names: list[str]
 ) -> list[Any]:
-  arrays = (grads, params, states, hypers)
   run_jnp = functools.partial(_jnp, options=options)
   run_ffi = {name: functools.partial(_ffi, name=name, options=options, names=names) for name in KERNELS}
   if implementation == "jnp":

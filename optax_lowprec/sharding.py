@@ -58,14 +58,13 @@ def tree_step(
       shapes = tuple(tuple(g.shape) for g in pick(grads))
       call = _Call(name, pick(options), shapes, pick(names), has_param)
       flat = []
-      for i in chunk:
+      for i, fields in zip(chunk, call.fields, strict=True):
         arrays = {"grad": grads[i], "param": params[i], **states[i]._asdict()}
-        flat += [arrays[operand.name] for operand in ffi.operands(options[i], has_param)]
+        flat += [arrays[field] for field in fields]
       out = iter(call(step_words, *flat))
-      for i in chunk:
+      for i, fields in zip(chunk, call.fields, strict=True):
         first = next(out)
-        fields = [x.name for x in ffi.operands(options[i], has_param) if x.name not in ("grad", "param")]
-        rows[i] = (first, states[i]._replace(**{k: next(out) for k in fields}))
+        rows[i] = (first, states[i]._replace(**{k: next(out) for k in fields if k in LeafState._fields}))
   return [rows[i] for i in range(len(grads))]
 
 

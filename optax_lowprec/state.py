@@ -246,9 +246,10 @@ def find_states(state: PyTree) -> list[LowPrecisionAdamState]:
   return found
 
 
-def _leaves_of(
+def leaves_of(
     state: LowPrecisionAdamState, params: PyTree
 ) -> Iterator[tuple[str, Any, Any, LeafState, LeafFormats | None]]:
+  """For each leaf of a state its name, path, parameter, arrays and formats (None: not optimized)."""
   by_path = {jax.tree_util.keystr(k): (k, p) for k, p in jax.tree_util.tree_flatten_with_path(params)[0]}
   paths = [k for k, _ in jax.tree_util.tree_flatten_with_path(state.mu)[0]]
   for path, leaf in zip(paths, leaf_states(state, len(paths)), strict=True):
@@ -263,7 +264,7 @@ def _leaves_of(
 def _collect(state: PyTree, params: PyTree, read: Callable[[Any, LeafState, LeafFormats], Any]) -> dict[str, Any]:
   values: dict[str, Any] = {}
   for s in find_states(state):
-    for name, _, p, leaf, f in _leaves_of(s, params):
+    for name, _, p, leaf, f in leaves_of(s, params):
       if f is None:
         continue
       if name in values:
@@ -272,7 +273,7 @@ def _collect(state: PyTree, params: PyTree, read: Callable[[Any, LeafState, Leaf
   return values
 
 
-def _as_tree(params: PyTree, values: dict[str, Any], default: Callable[[Any], Any]) -> PyTree:
+def as_tree(params: PyTree, values: dict[str, Any], default: Callable[[Any], Any]) -> PyTree:
   treedef: Any
   leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
   return treedef.unflatten([values[k] if (k := jax.tree_util.keystr(path)) in values else default(p)
@@ -303,7 +304,7 @@ def master_params(state: PyTree, params: PyTree) -> PyTree:
   """
   values = _collect(state, params, _read_master)
   narrow = lambda p: jnp.asarray(p).astype(jnp.float32) if is_float(p) and p.dtype != jnp.float64 else p
-  return _as_tree(params, values, narrow)
+  return as_tree(params, values, narrow)
 
 
 def moments(state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -322,7 +323,7 @@ def moments(state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
   """
   read = lambda p, s, f: (fmts.decode(s.mu, s.mu_scale, f.mu), fmts.decode(s.nu, s.nu_scale, f.nu))
   values = _collect(state, params, read)
-  trees = [_as_tree(params, {k: v[i] for k, v in values.items()}, lambda p: optax.MaskedNode()) for i in range(2)]
+  trees = [as_tree(params, {k: v[i] for k, v in values.items()}, lambda p: optax.MaskedNode()) for i in range(2)]
   return trees[0], trees[1]
 
 
@@ -353,7 +354,7 @@ def with_master_params(state: PyTree, params: PyTree, masters: PyTree) -> tuple[
 
   def one(s: LowPrecisionAdamState) -> LowPrecisionAdamState:
     leaves = []
-    for name, _, p, leaf, f in _leaves_of(s, params):
+    for name, _, p, leaf, f in leaves_of(s, params):
       if f is not None:
         w = given.get(name)
         if w is None or tuple(w.shape) != tuple(p.shape):
@@ -369,7 +370,7 @@ def with_master_params(state: PyTree, params: PyTree, masters: PyTree) -> tuple[
 
   find_states(state)
   new_state = jax.tree.map(lambda x: one(x) if is_state(x) else x, state, is_leaf=is_state)
-  return _as_tree(params, new_params, lambda p: p), new_state
+  return as_tree(params, new_params, lambda p: p), new_state
 
 
 def _store_master(w: Array, p: Any, leaf: LeafState, f: LeafFormats) -> tuple[Array, LeafState]:
