@@ -169,12 +169,13 @@ class CallFrame {
       if (row < 0 || blocks[k] < 1 || (leaf.size > 0 && (row == 0 || leaf.size % row != 0))) {
         return Fail(leaf.size, " elements do not divide into rows of ", row, " and blocks of ", blocks[k]);
       }
-      if (leaf.layout.run != 0 && leaf.layout.run % row != 0) {
+      if (leaf.layout.run != 0 && row != 0 && leaf.layout.run % row != 0) {
         return Fail("runs of ", leaf.layout.run, " elements do not divide into rows of ", row);
       }
-      leaf.row = row;
-      part.block = std::min(blocks[k], std::max<int64_t>(row, 1));
-      part.blocks = (row + part.block - 1) / part.block;
+      // An empty leaf has none, whatever their length would be.
+      leaf.row = std::min(row, leaf.size);
+      part.block = std::min(blocks[k], std::max<int64_t>(leaf.row, 1));
+      part.blocks = (leaf.row + part.block - 1) / part.block;
     }
   }
 
