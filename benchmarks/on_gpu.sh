@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Everything about the kernels that needs a GPU, in one call: build, tests, sanitizers, profile, times.
-#   benchmarks/on_gpu.sh OUT [build|tests|graph|sanitize|profile|times ...]
+#   benchmarks/on_gpu.sh OUT [build|cases|tests|graph|sanitize|profile|times ...]
 # Results land in OUT; the benchmarks' files there belong into benchmarks/results.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 cd "$(dirname "$0")/.."
-parts=${*:-build tests graph sanitize profile times}
+parts=${*:-build cases tests graph sanitize profile times}
 python=${PYTHON:-python3}
+driver=(build/gpu/driver build/gpu/liboptax_lowprec_cuda.so)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_MEM_FRACTION=0.8 PYTHONUNBUFFERED=1
 
 # Runs one part, its whole output in a log of its own, its last lines here.
@@ -24,7 +25,7 @@ part() {
 
 build() {
   cmake -S xla_ffi -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE="$(command -v "$python")" \
-    -DCMAKE_INSTALL_PREFIX="$PWD" -DOPTAX_LOWPREC_CUDA_ARCHS=90 && cmake --build build/gpu && cmake --install build/gpu
+    -DCMAKE_INSTALL_PREFIX="$PWD" -DOPTAX_LOWPREC_CUDA_ARCHS=90 -DOPTAX_LOWPREC_DRIVER=ON && cmake --build build/gpu && cmake --install build/gpu
 }
 
 for p in $parts; do
@@ -34,13 +35,14 @@ for p in $parts; do
     kernels) part kernels 15 "$python" -m pytest -q -p no:cacheprovider -o filterwarnings=default tests/test_kernels.py ;;
     graph) part graph 5 "$python" benchmarks/cuda_graph.py ;;
     sanitize)
-      for tool in memcheck racecheck initcheck; do
-        part "sanitize_$tool" 4 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" benchmarks/one_step.py --small
+      # Without JAX, which these tools do not survive.
+      for tool in memcheck racecheck initcheck synccheck; do
+        part "sanitize_$tool" 4 compute-sanitizer --tool "$tool" --error-exitcode 9 "${driver[@]}" cases
       done
       ;;
+    cases) part cases 4 "${driver[@]}" cases ;;
     profile)
-      part profile 40 ncu --clock-control none --set full --launch-skip 4 --launch-count 3 -k regex:Kernel \
-        --page details "$python" benchmarks/one_step.py
+      part profile 14 "$python" benchmarks/kernel_profile.py --driver "${driver[0]}" --library "${driver[1]}" --out "$out"
       ;;
     times)
       for tree in llama1b gpt2 many odd; do
