@@ -36,7 +36,7 @@ for p in $parts; do
     graph) part graph 5 "$python" benchmarks/cuda_graph.py ;;
     sanitize)
       # Without JAX, which these tools do not survive.
-      for tool in memcheck racecheck initcheck synccheck; do
+      for tool in ${SANITIZERS:-memcheck racecheck initcheck synccheck}; do
         part "sanitize_$tool" 4 compute-sanitizer --tool "$tool" --error-exitcode 9 "${driver[@]}" cases
       done
       ;;
