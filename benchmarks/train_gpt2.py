@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from typing import Any, NamedTuple
 
 import common
@@ -296,24 +297,24 @@ class Programs:
   def _params(self, dtype: Any) -> Any:
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), self.weights)
 
-  def _get(self, key: Any, build: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+  def submit(self, key: Any, build: Callable[[], Any]) -> concurrent.futures.Future[Any]:
     """``key`` is looked up by the main thread alone."""
     if key not in self._futures:
       self._futures[key] = self._pool.submit(build)
     return self._futures[key]
 
   def init(self) -> concurrent.futures.Future[Any]:
-    return self._get("init", lambda: jax.jit(self._init).lower(self.carry.seed).compile())
+    return self.submit("init", lambda: jax.jit(self._init).lower(self.carry.seed).compile())
 
   def begin(self, row: Row, phase: Phase) -> concurrent.futures.Future[Any]:
     run = functools.partial(begin, row, make_tx(row, phase))
-    return self._get(("begin", row.label, phase.name), lambda: jax.jit(run).lower(self.weights).compile())
+    return self.submit(("begin", row.label, phase.name), lambda: jax.jit(run).lower(self.weights).compile())
 
   def gradients(self, dtype: Any) -> concurrent.futures.Future[Any]:
     build = lambda: (
         jax.jit(self._gradients, donate_argnums=1).lower(self._params(dtype), self.carry, self.tokens).compile()
     )
-    return self._get(("gradients", dtype), build)
+    return self.submit(("gradients", dtype), build)
 
   def apply(self, row: Row, phase: Phase) -> concurrent.futures.Future[Any]:
     run = functools.partial(apply_gradients, row, make_tx(row, phase))
@@ -322,11 +323,11 @@ class Programs:
       params, state = self._shapes(row, phase)
       return jax.jit(run, donate_argnums=(1, 2)).lower(params, state, params).compile()
 
-    return self._get(("apply", row.label, phase.name), build)
+    return self.submit(("apply", row.label, phase.name), build)
 
   def evaluate(self, dtype: Any, windows: jax.Array) -> concurrent.futures.Future[Any]:
     run = lambda params, windows: lax.map(lambda w: loss_fn(params, w, self.model), windows).mean()
-    return self._get(("evaluate", dtype), lambda: jax.jit(run).lower(self._params(dtype), windows).compile())
+    return self.submit(("evaluate", dtype), lambda: jax.jit(run).lower(self._params(dtype), windows).compile())
 
   def scan(self, row: Row, phase: Phase, steps: int) -> concurrent.futures.Future[Any]:
     """Whole steps in one program, and the seconds that it took to compile."""
@@ -345,7 +346,7 @@ class Programs:
       lowered = jax.jit(run, donate_argnums=(0, 1, 2)).lower(*self._shapes(row, phase), self.carry, self.tokens)
       return lowered.compile(), time.perf_counter() - start
 
-    return self._get(("scan", row.label), build)
+    return self.submit(("scan", row.label), build)
 
   def wait(self) -> None:
     """Until all that was begun is compiled."""
@@ -386,7 +387,7 @@ class Benchmark:
         k: getattr(args, k) for k in ("steps", "finetune_steps", "convert_steps", "eval_every", "lr", "finetune_lr")
     }
     settings |= {"parameters": self.n_params, "leaves": len(jax.tree.leaves(self.programs.weights))}
-    self.results: dict[str, Any] = {"settings": settings, "corpus": about, "not_run": []}
+    self.results: dict[str, Any] = {"settings": settings, "corpus": about, "not_run": [], "failed": []}
     self.name = f"train_gpt2_{jax.default_backend()}"
     if args.resume:
       self._resume()
@@ -399,7 +400,7 @@ class Benchmark:
     same = json.loads(json.dumps({k: self.results[k] for k in ("settings", "corpus")}))
     if any(old[k] != v for k, v in same.items()):
       raise SystemExit(f"{path} was made with other settings or another text: {old['settings']}, {old['corpus']}")
-    self.results |= {k: v for k, v in old.items() if k != "not_run"}
+    self.results |= {k: v for k, v in old.items() if k not in ("not_run", "failed")}
 
   def write(self) -> None:
     common.write(self.name, self.results, self.args.out)
@@ -414,10 +415,10 @@ class Benchmark:
   def is_done(self, part: str, row: Row, seed: int) -> bool:
     return any(r["row"] == row.label and r["seed"] == seed for r in self.results.get(part, []))
 
-  def has_time(self, what: str, steps: int) -> bool:
+  def has_time(self, what: str, steps: int, more: float = 2) -> bool:
     """Whether so many steps still fit into the budget; writes down what does not."""
     evaluations = steps / self.args.eval_every + 1
-    need = steps * self.ms_per_step / 1e3 + evaluations * self.eval_seconds + 2
+    need = steps * self.ms_per_step / 1e3 + evaluations * self.eval_seconds + more
     left = self.args.budget - (time.perf_counter() - self.started)
     if need <= left:
       self.log(f"{what}: about {need:.0f} s")
@@ -500,6 +501,7 @@ class Benchmark:
         rows += [(OPTAX, self.main), *((row, self.finetune_phase) for row, _ in self.finetune_rows())]
       elif part == "convert":
         rows += [(row, self.convert_phase) for row in (OPTAX, OURS_F32, OURS_BF16)]
+        programs.submit("convert", self.compile_conversions)
     for row, phase in rows:
       programs.gradients(row.dtype)
       programs.evaluate(row.dtype, self.held_out)
@@ -514,12 +516,22 @@ class Benchmark:
         self.time()
       self.prepare(jobs)
       for part, job in jobs:
-        if part == "train":
-          self.train(*job)
-        elif part != "time":
-          getattr(self, part)()
+        self.run_job(part, job)
     finally:
       self.programs.close()
+
+  def run_job(self, part: str, job: Any) -> None:
+    """What fails is written down, and the rest still runs."""
+    try:
+      if part == "train":
+        self.train(*job)
+      elif part != "time":
+        getattr(self, part)()
+    except Exception as e:  # pylint: disable=broad-except
+      traceback.print_exc()
+      what = f"{part} {job[0].label}, seed {job[1]}" if job else part
+      self.results["failed"].append(f"{what}: {type(e).__name__}: {str(e)[:300]}")
+      self.write()
 
   def train(self, row: Row, seed: int) -> None:
     if self.is_done("train", row, seed) or not self.has_time(f"train {row.label}, seed {seed}", self.args.steps):
@@ -552,11 +564,20 @@ class Benchmark:
         self.results.setdefault("finetune", []).append(record | {"seed": seed, "eval_before": before})
         self.write()
 
+  def compile_conversions(self) -> None:
+    """They compile for every shape, so once in the background, on zeros."""
+    zeros = lambda dtype: jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), self.programs.weights)
+    optax_tx = make_tx(OPTAX, self.convert_phase)
+    for row in (OURS_F32, OURS_BF16):
+      from_optax(row, self.convert_phase, optax_tx.init(zeros(F32)), zeros(F32))
+      tx, params = make_tx(row, self.convert_phase), zeros(row.dtype)
+      there_and_back(row, self.convert_phase, params, tx.init(params))
+
   def convert(self) -> None:
     """Half a run in Optax; the other half in Optax on three seeds' batches, and in ours from Optax's state."""
     phase, half = self.convert_phase, self.args.convert_steps
     done = self.results.setdefault("convert", [])
-    if done or not self.has_time("convert", half * (len(self.args.seeds) + 3)):
+    if done or not self.has_time("convert", half * (len(self.args.seeds) + 3), 10):
       return
     params, state = self.start(OPTAX, phase, self.weights(0))
     params, state, record = self.steps(OPTAX, phase, params, state, 100, half)
@@ -567,27 +588,21 @@ class Benchmark:
       done.append(record | {"seed": seed, "part": "second half"})
       del params, state
       self.write()
+    self.programs.submit("convert", self.compile_conversions).result()
+    seed = self.args.seeds[0]
     for row in (OURS_F32, OURS_BF16):
-      tx, seed = make_tx(row, phase), self.args.seeds[0]
       start = time.perf_counter()
-      params = jax.tree.map(lambda w, row=row: jnp.array(w, row.dtype, copy=True), weights)
-      # Copied, as what stays in float32 is handed on, and donated by the next step.
-      state = checkpoint.from_optax(copy(optax_state), params, tx)
-      params, state = olp.with_master_params(state, params, copy(weights))
-      jax.block_until_ready((params, state))
+      params, state = jax.block_until_ready(from_optax(row, phase, optax_state, weights))
       seconds = time.perf_counter() - start
       params, state, record = self.steps(row, phase, params, state, 101 + seed, half)
       start = time.perf_counter()
-      there = checkpoint.to_optax(state, params, make_tx(OPTAX, phase))
-      masters = olp.master_params(state, params)
-      again = checkpoint.from_optax(there, params, tx)
-      back = olp.with_master_params(again, params, masters)
-      equal = same_bits((params, state), back)
-      self.log(f"  {row.label}: our state to Optax and back is the same bit for bit: {equal}")
-      record |= {"seed": seed, "part": "second half", "there_and_back_equal": equal}
-      record |= {"from_optax_s": round(seconds, 2), "there_and_back_s": round(time.perf_counter() - start, 2)}
+      back = jax.block_until_ready(there_and_back(row, phase, params, state))
+      record |= {"seed": seed, "part": "second half", "from_optax_s": round(seconds, 2)}
+      record |= {"there_and_back_s": round(time.perf_counter() - start, 2)}
+      record |= {"there_and_back_equal": same_bits((params, state), back)}
+      self.log(f"  {row.label}: our state to Optax and back: equal bit for bit: {record['there_and_back_equal']}")
       done.append(record)
-      del params, state, there, masters, again, back
+      del params, state, back
       self.write()
 
   def time_rows(self) -> list[Row]:
@@ -636,7 +651,7 @@ class Benchmark:
       self.write()
 
   def digits(self) -> None:
-    if "digits" in self.results or not self.has_time("digits", self.args.digits_steps):
+    if "digits" in self.results or not self.has_time("digits", 0, 20):
       return
     try:
       from sklearn import datasets  # pylint: disable=import-outside-toplevel
@@ -650,6 +665,21 @@ class Benchmark:
     for record in self.results["digits"]:
       self.log(f"  {record}")
     self.write()
+
+
+def from_optax(row: Row, phase: Phase, optax_state: Any, weights: Any) -> tuple[Any, Any]:
+  """Parameters and state of ours that go on where Optax's are."""
+  params = jax.tree.map(lambda w: jnp.array(w, row.dtype, copy=True), weights)
+  # Copied, as what stays in float32 is handed on, and donated by the next step.
+  state = checkpoint.from_optax(copy(optax_state), params, make_tx(row, phase))
+  return olp.with_master_params(state, params, copy(weights))
+
+
+def there_and_back(row: Row, phase: Phase, params: Any, state: Any) -> tuple[Any, Any]:
+  there = checkpoint.to_optax(state, params, make_tx(OPTAX, phase))
+  masters = olp.master_params(state, params)
+  narrow = jax.tree.map(lambda w: w.astype(row.dtype), masters)
+  return olp.with_master_params(checkpoint.from_optax(there, narrow, make_tx(row, phase)), narrow, masters)
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -778,8 +808,9 @@ def print_results(results: dict[str, Any]) -> None:
     if results.get(part):
       print(f"\n{part}")
       print(markdown([{k: v for k, v in r.items() if not isinstance(v, list)} for r in results[part]]))
-  if results["not_run"]:
-    print("\nnot run: " + "; ".join(results["not_run"]))
+  for key, name in (("not_run", "not run"), ("failed", "FAILED")):
+    if results[key]:
+      print(f"\n{name}: " + "; ".join(results[key]))
 
 
 def plot(results: dict[str, Any], path: pathlib.Path) -> None:
@@ -933,6 +964,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   benchmark.write()
   print_results(benchmark.results)
   benchmark.log(f"done; written to {benchmark.name}.json")
+  if benchmark.results["failed"]:
+    raise SystemExit("something failed")
 
 
 if __name__ == "__main__":
