@@ -200,9 +200,10 @@ def _write(p: Any, f: LeafFormats | None, part_of: Callable[[Part], Any]) -> tup
   ``part_of`` gives float32 values, or a ``_Kept``; for the master, None leaves the parameter as it is.
   """
   shape = tuple(p.shape)
-  absent = _put(fmts.absent(shape), p)
+  # An array each: a step cannot donate one buffer twice.
+  absent = lambda: _put(fmts.absent(shape), p)
   if f is None:
-    return p, LeafState(*(absent for _ in state_lib.FIELDS))
+    return p, LeafState(*(absent() for _ in state_lib.FIELDS))
   new: dict[str, Any] = {}
   for part in state_lib.PARTS:
     fmt = getattr(f, part)
@@ -221,8 +222,8 @@ def _write(p: Any, f: LeafFormats | None, part_of: Callable[[Part], Any]) -> tup
       if part == "master":
         w = _put(x, p, jnp.float32)
         p = w if p.dtype == jnp.float32 else _cast_jit(w, p.dtype)
-    new[part] = absent if q is None else _put(q, p)
-    new[f"{part}_scale"] = absent if scale is None or fmt.scaling is None else _put(scale, p)
+    new[part] = absent() if q is None else _put(q, p)
+    new[f"{part}_scale"] = absent() if scale is None or fmt.scaling is None else _put(scale, p)
   return p, LeafState(**new)
 
 
