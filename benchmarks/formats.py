@@ -12,6 +12,7 @@ parts exact, and through whole optimizers. Per stream and format:
 The others' formats are written here from their papers' formulas. It takes a few minutes on two cores:
 
     python benchmarks/formats.py
+    python benchmarks/formats.py --b2 0.95 --plot docs/formats_error_b2_0.95.png
     python benchmarks/formats.py --steps 200 --streams stationary drop
 """
 
@@ -34,7 +35,7 @@ from optax_lowprec import StateFormat
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHAPE = (64, 128)
-B1, B2, EPS = 0.9, 0.999, 1e-8
+B1, EPS = 0.9, 1e-8
 LEARNING_RATE = 1e-5  # of the master's rows; the moments' rows do not depend on it
 EVERY = 50  # steps between two measurements
 
@@ -134,16 +135,16 @@ def small_float(
   return quantize
 
 
-def integer(levels: int, size: int, *, root: int = 1, rounding: str = "nearest", floor: bool = True) -> Quantize:
-  """Equally spaced codes of (the root of) a value."""
+def integer(levels: int, size: int, *, root: int = 1, positive: bool = True, rounding: str = "nearest") -> Quantize:
+  """Equally spaced codes of a root of a value, with its sign."""
 
   def quantize(x, u, t):
-    y = grouped(x if root == 1 else x ** (1 / root), size)
+    y = grouped(jnp.sign(x) * jnp.abs(x) ** (1 / root), size)
     scale = absmax(y) / levels
     q = jnp.sign(y) * rounded(jnp.abs(ratio(y, scale)), rounding, u, t)
-    if floor and root != 1:
+    if positive:
       q = never_zero(y, q, 1.0)
-    value = (q * scale) ** root
+    value = jnp.sign(q) * jnp.abs(q * scale) ** root
     return Stored(value.reshape(x.shape), jnp.full(x.shape, jnp.inf))
 
   return quantize
@@ -219,7 +220,6 @@ def bitsandbytes(signed: bool, size: int = 256) -> Quantize:
   def quantize(x, u, t):
     y = grouped(x, size)
     scale = absmax(y)
-    # Method "sort" and "scan" are slow here; 255 comparisons are a matrix too many: search by compare_all on uint8 sums.
     index = jnp.searchsorted(edges, ratio(y, scale), method="scan_unrolled")
     value = jnp.asarray(codes)[index] * scale
     return Stored(value.reshape(x.shape), jnp.broadcast_to(scale, y.shape).reshape(x.shape))
@@ -292,7 +292,9 @@ MU = Table(
         "e4m3 b128 e8m0 scale, nearest": small_float(3, -6, 448.0, power_of_two=True),
         "e3m4 b128, nearest": small_float(4, -2, 15.5),
         "e3m4 b128, stochastic": small_float(4, -2, 15.5, rounding=STOCHASTIC),
-        "int8 b128, nearest": integer(127, 128),
+        "int8 b128, nearest": integer(127, 128, positive=False),
+        "sqrt int8 b128, nearest": integer(127, 128, root=2, positive=False),
+        "sqrt int8 b128, stochastic": integer(127, 128, root=2, positive=False, rounding=STOCHASTIC),
     },
     others={
         "TransformerEngine e4m3 tensor": transformer_engine,
@@ -341,9 +343,13 @@ PAIRS = {
     "ours: default": ("e4m3 b128, nearest", "sqrt e4m3 b128, nearest"),
     "ours: nu stochastic": ("e4m3 b128, nearest", "sqrt e4m3 b128, stochastic"),
     "ours: both stochastic": ("e4m3 b128, stochastic", "sqrt e4m3 b128, stochastic"),
-    "ours: nu golden (candidate)": ("e4m3 b128, nearest", "sqrt e4m3 b128, golden"),
-    "ours: nu ue4m4 golden (candidate)": ("e4m3 b128, nearest", "sqrt ue4m4 b128, golden"),
-    "ours: nu ue4m4 stochastic (candidate)": ("e4m3 b128, nearest", "sqrt ue4m4 b128, stochastic"),
+    "candidate: nu golden": ("e4m3 b128, nearest", "sqrt e4m3 b128, golden"),
+    **{
+        f"candidate: mu {m}, nu {n} {r}": (f"{m} b128, nearest", f"{n} b128, {r}")
+        for m, n in (("e4m3", "sqrt ue4m4"), ("e4m3", "4th root uint8"), ("e3m4", "sqrt ue3m5"), ("e3m4", "4th root uint8"),
+                     ("sqrt int8", "4th root uint8"))
+        for r in (STOCHASTIC, GOLDEN)
+    },
     "ours: nu float16": ("e4m3 b128, nearest", "float16 b128, nearest"),
     "ours: float16": ("float16 b128, nearest", "float16 b128, nearest"),
     "TransformerEngine fp8": ("TransformerEngine e4m3 tensor", "TransformerEngine e4m3 tensor"),
@@ -439,7 +445,12 @@ def drifting(rng: np.random.Generator, steps: int) -> np.ndarray:
   return rng.normal(size=(steps, *SHAPE)) * scale * np.where(late, factor, 1.0)[:, None]
 
 
-SYNTHETIC = {f.__name__: f for f in (stationary, drop, sparse, heavy, correlated, drifting)}
+def wide(rng: np.random.Generator, steps: int) -> np.ndarray:
+  """Standard deviations over five decades within every block."""
+  return rng.normal(size=(steps, *SHAPE)) * 10.0 ** rng.uniform(-7, -2, SHAPE)
+
+
+SYNTHETIC = {f.__name__: f for f in (stationary, drop, sparse, heavy, correlated, drifting, wide)}
 RECORDED = {  # leaf -> which rows
     "recorded embedding": ("tokens", "embedding", slice(48, 112)),
     "recorded query": ("block_0", "query", "kernel", slice(0, 64)),
@@ -509,13 +520,13 @@ def initial(start: np.ndarray) -> Carry:
   )
 
 
-def step(carry: Carry, inputs: tuple[Array, Array]) -> tuple[Carry, None]:
+def step(b2: float, carry: Carry, inputs: tuple[Array, Array]) -> tuple[Carry, None]:
   t, g = inputs
   count = (t + 1).astype(jnp.float64)
-  c1, c2 = 1 - B1**count, 1 - B2**count
+  c1, c2 = 1 - B1**count, 1 - b2**count
   g64 = g.astype(jnp.float64)
   m = B1 * carry.m + (1 - B1) * g64
-  v = B2 * carry.v + (1 - B2) * g64 * g64
+  v = b2 * carry.v + (1 - b2) * g64 * g64
   direction = lambda m, v: (m / c1) / (jnp.sqrt(v / c2) + EPS)
   exact = direction(m, v)
   random = formats.noise(SHAPE, formats.step_key(0, t), 0)
@@ -534,7 +545,7 @@ def step(carry: Carry, inputs: tuple[Array, Array]) -> tuple[Carry, None]:
     return kept
 
   new_m = {k: np.float32(B1) * x + np.float32(1 - B1) * g for k, x in carry.mu.items()}
-  new_v = {k: np.float32(B2) * x + np.float32(1 - B2) * (g * g) for k, x in carry.nu.items()}
+  new_v = {k: np.float32(b2) * x + np.float32(1 - b2) * (g * g) for k, x in carry.nu.items()}
   for k, x in new_m.items():
     displaced[f"mu: {k}"] = direction(x.astype(jnp.float64), v)
   for k, x in new_v.items():
@@ -555,16 +566,16 @@ def step(carry: Carry, inputs: tuple[Array, Array]) -> tuple[Carry, None]:
   ), None
 
 
-@jax.jit
-def run_chunk(carry: Carry, start: Array, grads: Array) -> Carry:
-  return jax.lax.scan(step, carry, (start + jnp.arange(EVERY, dtype=jnp.int32), grads))[0]
+@functools.partial(jax.jit, static_argnums=0)
+def run_chunk(b2: float, carry: Carry, start: Array, grads: Array) -> Carry:
+  return jax.lax.scan(functools.partial(step, b2), carry, (start + jnp.arange(EVERY, dtype=jnp.int32), grads))[0]
 
 
 def rms(x: Any) -> float:
   return float(np.sqrt(np.mean(np.square(x)))) if np.size(x) else 0.0
 
 
-def measure(grads: np.ndarray) -> dict[str, dict[str, float]]:
+def measure(grads: np.ndarray, b2: float) -> dict[str, dict[str, float]]:
   """All formats over one stream."""
   steps = len(grads) // EVERY * EVERY
   start = np.random.default_rng(7).normal(0, 0.02, SHAPE)
@@ -572,7 +583,7 @@ def measure(grads: np.ndarray) -> dict[str, dict[str, float]]:
   carry = initial(start)
   squares: dict[str, list[float]] = {}
   for first in range(0, steps, EVERY):
-    carry = run_chunk(carry, jnp.int32(first), jnp.asarray(grads[first : first + EVERY], jnp.float32))
+    carry = run_chunk(b2, carry, jnp.int32(first), jnp.asarray(grads[first : first + EVERY], jnp.float32))
     if first < steps // 4:
       continue
     m, v = np.asarray(carry.m), np.asarray(carry.v)
@@ -610,7 +621,7 @@ def kinds(part: str) -> dict[str, str]:
     return {**dict.fromkeys(table.ours, "ours"), **dict.fromkeys(table.candidates, "candidate"),
             **dict.fromkeys(table.others, "other")}  # fmt: skip
   if part == "pair":
-    kind = lambda k: "candidate" if "candidate" in k else "ours" if k.startswith("ours") else "other"
+    kind = lambda k: "candidate" if k.startswith("candidate") else "ours" if k.startswith("ours") else "other"
     return {k: kind(k) for k in PAIRS}
   return {k: "candidate" if k.endswith(GOLDEN) else "other" if k.startswith(("FP8", "Flash")) else "ours"
           for k in MASTERS}  # fmt: skip
@@ -671,6 +682,7 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=2000, help="of the synthetic streams, in fifties")
   parser.add_argument("--recorded-steps", type=int, default=600, help="of the recorded one; 0: none")
   parser.add_argument("--streams", nargs="*", default=list(SYNTHETIC), choices=SYNTHETIC, help="synthetic ones")
+  parser.add_argument("--b2", type=float, default=0.999)
   parser.add_argument("--plot", type=pathlib.Path, default=ROOT / "docs" / "formats_error.png")
   parser.add_argument("--out", default=None, help="folder of the result file")
   args = parser.parse_args()
@@ -680,12 +692,13 @@ def main() -> None:
   results = {}
   for name, grads in {**streams, **recorded}.items():
     print(f"{name}: {len(grads)} steps", flush=True)
-    results[name] = measure(grads)
+    results[name] = measure(grads, args.b2)
   tables = {part: rows_of(part, results) for part in ("mu", "nu", "master", "pair")}
   for rows in tables.values():
     print("\n" + common.table([short(r) for r in rows], list(rows[0])))
   plot(tables, list(results), args.plot)
-  print(f"plot: {args.plot.name}; written to {common.write('formats', tables, args.out).name}")
+  name = "formats" if args.b2 == 0.999 else f"formats_b2_{args.b2:g}"
+  print(f"plot: {args.plot.name}; written to {common.write(name, tables, args.out).name}")
 
 
 if __name__ == "__main__":

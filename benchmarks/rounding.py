@@ -59,12 +59,36 @@ def displacement(master: Any, moments: dict[str, Any], learning_rate: float, ste
   return (end - np.asarray(start, np.float64)) / exact
 
 
+def displacement_golden(name: str, learning_rate: float, steps: int) -> np.ndarray:
+  """The same with the candidate's noise, which the package does not have: the master's part of the step alone."""
+  rng = np.random.default_rng(0)
+  start = jnp.asarray(rng.normal(0.02, 0.001, SHAPE), jnp.bfloat16).astype(jnp.float32)
+  sign = np.where(rng.random(SHAPE) < 0.5, 1, -1)
+  update = jnp.asarray(learning_rate * sign, jnp.float32)
+  fmt = StateFormat(name, rounding="stochastic")
+
+  def step(w, t):
+    noise = even_noise(SHAPE, t)
+    if fmt.is_remainder:
+      return formats.decode_remainder(*formats.encode_remainder(w - update, jnp.bfloat16, fmt, noise)), None
+    return formats.decode(*formats.encode(w - update, fmt, noise16=noise), fmt), None
+
+  end = jax.jit(lambda w: jax.lax.scan(step, w, jnp.arange(steps, dtype=jnp.int32))[0])(start)
+  return (np.asarray(end, np.float64) - np.asarray(start, np.float64)) / (-steps * learning_rate * sign)
+
+
 def master_rows(steps: int, implementation: str | None) -> list[dict[str, Any]]:
   rows = []
-  for name, (master, moments) in MASTERS.items():
+  measures = {
+      name: functools.partial(displacement, *how, steps=steps, implementation=implementation)
+      for name, how in MASTERS.items()
+  }
+  for name in ("remainder8", "float16"):
+    measures[f"{name}, golden ratio (candidate)"] = functools.partial(displacement_golden, name, steps=steps)
+  for name, moved_at in measures.items():
     row: dict[str, Any] = {"master": name}
     for learning_rate in (1e-6, 1e-7):
-      moved = displacement(master, moments, learning_rate, steps, implementation)
+      moved = moved_at(learning_rate=learning_rate)
       row[f"{learning_rate:g}: mean moved"] = float(moved.mean())
       row[f"{learning_rate:g}: rms error"] = float(np.sqrt(np.mean((moved - 1) ** 2)))
     rows.append(row)
