@@ -162,10 +162,7 @@ def nu_rows(steps: int, b2: float) -> list[dict[str, Any]]:
     new = {}
     for name, (fmt, kind) in names.items():
       v = np.float32(b2) * stored[name] + np.float32(1 - b2) * (g * g)
-      if kind == "golden":
-        noise = even_noise(SHAPE, t)
-      else:
-        noise = formats.noise(SHAPE, formats.step_key(0, t), 0).nu
+      noise = even_noise(SHAPE, t) if kind == "golden" else formats.noise(SHAPE, formats.step_key(0, t), 0).nu
       new[name] = formats.decode(*formats.encode(v, fmt, positive=True, noise16=noise), fmt)
     return (exact, new), None
 

@@ -54,7 +54,10 @@ def _displacement(name: str, rounding: str, implementation: str) -> np.ndarray:
   fmt = StateFormat(name, rounding=rounding)
   # Exact moments: what is measured is the master.
   tx = olp.adamw(1e-6, weight_decay=0.0, mu="float32", nu="float32", master=fmt, implementation=implementation)
-  params, state = table.run_steps(tx, start, lambda t, p: jnp.asarray(g, jnp.float32), STEPS, fused=True)
+  grads = jnp.asarray(g, jnp.float32)
+  step = lambda carry, _: (olp.apply_gradients(tx, grads, carry[1], carry[0]), None)
+  run = lambda p: jax.lax.scan(step, (p, tx.init(p)), length=STEPS)[0]
+  params, state = jax.jit(run, compiler_options=table.OPTIMIZED)(start)
   end = np.asarray(olp.master_params(state, params), np.float64)
   exact = -STEPS * 1e-6 * g / (np.abs(g) + 1e-8)  # with equal gradients the direction is g / (|g| + eps) at every step
   return (end - np.asarray(start, np.float64)) / exact
@@ -74,7 +77,7 @@ def test_master_moves_with_stochastic_rounding(name, spread, implementation):
 
 
 def test_master_rounded_to_nearest_stalls_or_drifts(implementation):
-  """Why it should not be used for small steps: remainder8 loses 4.6 %, float16 is dragged along by its block's scale."""
+  """Why it should not be used for small steps: remainder8 loses 4.6 %, float16 is dragged along by its scale."""
   moved = _displacement("remainder8", "nearest", implementation)
   np.testing.assert_allclose(moved, 2 / 2.097, rtol=1e-3)  # steps of 2.1 units are steps of 2
   moved = _displacement("float16", "nearest", implementation)
@@ -117,7 +120,8 @@ def _followed() -> dict[str, np.ndarray]:
 
   zeros = jnp.zeros(SHAPE, jnp.float32)
   start = zeros, zeros, dict.fromkeys(formats, zeros)
-  exact, _, stored = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(STEPS))[0])(start)
+  run = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(STEPS))[0], compiler_options=table.OPTIMIZED)
+  exact, _, stored = run(start)
   return {r: np.sqrt(np.asarray(stored[r]) / np.asarray(exact)) for r in formats} | {"kind": kind}
 
 
