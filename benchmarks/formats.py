@@ -625,13 +625,14 @@ def kinds(part: str) -> dict[str, str]:
   """The rows of a part and whose they are."""
   if part in ("mu", "nu"):
     table = MU if part == "mu" else NU
-    return {**dict.fromkeys(table.ours, "ours"), **dict.fromkeys(table.candidates, "candidate"),
-            **dict.fromkeys(table.others, "other")}  # fmt: skip
-  if part == "pair":
-    kind = lambda k: "candidate" if k.startswith("candidate") else "ours" if k.startswith("ours") else "other"
-    return {k: kind(k) for k in PAIRS}
-  return {k: "candidate" if k.endswith(GOLDEN) else "other" if k.startswith(("FP8", "Flash")) else "ours"
-          for k in MASTERS}  # fmt: skip
+    rows = dict.fromkeys(table.ours, "ours") | dict.fromkeys(table.candidates, "candidate")
+    rows |= dict.fromkeys(table.others, "other")
+  elif part == "pair":
+    rows = {k: "ours" if k.startswith("ours") else "other" for k in PAIRS}
+  else:
+    rows = {k: "other" if k.startswith(("FP8", "Flash")) else "ours" for k in MASTERS}
+  # The golden ratio's noise is not in the package.
+  return {k: "candidate" if k.startswith("candidate") or k.endswith(GOLDEN) else kind for k, kind in rows.items()}
 
 
 def rows_of(part: str, results: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, Any]]:

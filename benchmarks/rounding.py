@@ -1,10 +1,11 @@
 """What rounding does over 10,000 steps: a master that small steps have to move, a second moment that has to follow.
 
-Two tables, each against Adam in float64:
+Three tables, each against Adam in float64:
 
 - master: bfloat16 parameters around 0.02, the same gradients at every step. How far each kind of master moves.
 - nu: b2 = 0.999; coordinates of a block change their scale, or not, while the block's maximum stays. How well sqrt(v)
   is followed.
+- stopped: coordinates that get no gradients any more.
 
     python benchmarks/rounding.py
     python benchmarks/rounding.py --steps 1000
@@ -194,6 +195,42 @@ def nu_rows(steps: int, b2: float) -> list[dict[str, Any]]:
   return rows
 
 
+def stopped(b2: float, rounding: str, noisy: bool, before: int, after: int) -> dict[str, Any]:
+  """Coordinates of a tenth of their block's maximum whose gradients stop: what is left of sqrt(v) after that."""
+  fmt = StateFormat("float8_e4m3fn", transform="sqrt", rounding=rounding)
+  key = jax.random.key(0)
+  top = jnp.arange(SHAPE[1]) == 0
+
+  def step(carry, t):
+    exact, stored = carry
+    normal = jax.random.normal(jax.random.fold_in(key, t), SHAPE, jnp.float32)
+    others = jnp.where(t < before, normal * np.float32(1e-4), np.float32(0))
+    g = jnp.where(top, (normal if noisy else np.float32(1)) * np.float32(1e-3), others)
+    g64 = g.astype(jnp.float64)
+    v = np.float32(b2) * stored + np.float32(1 - b2) * (g * g)
+    noise = formats.noise(SHAPE, formats.step_key(0, t), 0).nu
+    new = formats.decode(*formats.encode(v, fmt, positive=True, noise16=noise), fmt)
+    return (b2 * exact + (1 - b2) * g64 * g64, new), None
+
+  run = jax.jit(lambda carry, times: jax.lax.scan(step, carry, times)[0])
+  start = run((jnp.zeros(SHAPE, jnp.float64), jnp.zeros(SHAPE, jnp.float32)), jnp.arange(before, dtype=jnp.int32))
+  end = run(start, jnp.arange(before, before + after, dtype=jnp.int32))
+  left = [float(np.median(np.sqrt(np.asarray(b, np.float64) / np.asarray(a, np.float64))[:, 1:]))
+          for a, b in zip(start, end, strict=True)]  # fmt: skip
+  return dict(b2=b2, rounding=rounding, maximum="noisy" if noisy else "constant", steps=after, exact=left[0],
+              stored=left[1])  # fmt: skip
+
+
+def stopped_rows(steps: int) -> list[dict[str, Any]]:
+  after = {0.999: steps * 4 // 5, 0.95: 200}
+  return [
+      stopped(b2, rounding, noisy, steps // 5, after[b2])
+      for b2 in after
+      for noisy in (True, False)
+      for rounding in ("nearest", "stochastic")
+  ]
+
+
 # --- output ---------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +255,9 @@ def main() -> None:
     print(f"\nsqrt(v) over that of float64, b2 = {b2}, over the second half of {args.steps} steps\n")
     print(common.table(short(rows), list(rows[0])))
     results[f"nu, b2 = {b2}"] = rows
+  results["stopped"] = stopped_rows(args.steps)
+  print("\ncoordinates of a tenth of their block's maximum whose gradients stop: what is left of sqrt(v)\n")
+  print(common.table(short(results["stopped"]), list(results["stopped"][0])))
   print(f"written to {common.write('rounding', results, args.out).name}")
 
 
