@@ -82,6 +82,10 @@ def _is_plain(fmt: StateFormat) -> bool:
   return fmt.dtype == "float32" and fmt.scaling is None and fmt.transform is None
 
 
+def _nearest(fmt: StateFormat) -> StateFormat:
+  return dataclasses.replace(fmt, rounding="nearest")
+
+
 @functools.partial(jax.jit, static_argnames=("fmt",))
 def _decode_jit(q: Array, scale: Array, fmt: StateFormat) -> Array:
   return fmts.decode(q, scale, fmt)
@@ -195,59 +199,52 @@ def _absmax(x: Array, fmt: StateFormat) -> Array:
   return jnp.sqrt(absmax) if fmt.transform == "sqrt" else absmax
 
 
-def _candidates(absmax: Array, fmt: StateFormat) -> list[Array]:
-  """Scales to try; the first is the one of ``formats.encode``."""
-  f = fmt.float
+def _tops(f: fmts.Float) -> list[float]:
+  """Codes that a block's maximum may have had: the largest, and its neighbours."""
   place = 2.0**-f.mantissa * 2.0 ** math.floor(math.log2(f.max_scaled))
   below = f.max_scaled - (place / 2 if f.max_scaled == 2.0 ** round(math.log2(f.max_scaled)) else place)
-  tops = [f.max_scaled, below] + ([f.max_scaled + place] if f.max_scaled + place <= f.max else [])
-  scales = []
-  for top in tops:
-    base = lax.bitcast_convert_type(absmax * np.float32(1.0 / top), jnp.int32)
-    for offset in (0, 1, -1, 2, -2):
-      scale = lax.bitcast_convert_type(base + np.int32(offset), jnp.float32)
-      scales.append(fmts.clip_scale(scale, absmax, f))
-  return scales
+  return [f.max_scaled, below] + ([f.max_scaled + place] if f.max_scaled + place <= f.max else [])
 
 
-def _are_exact(x: Array, scales: list[Array], fmt: StateFormat, positive: bool) -> Array:
-  """For each candidate and each of its scales, whether it gives back all values under it."""
+_OFFSETS = np.asarray([0, 1, -1, 2, -2], np.int32)  # in last places of a scale
 
-  def is_exact(scale: Array) -> Array:
+
+def _candidate(i: Array, absmax: Array, fmt: StateFormat) -> Array:
+  """The ith scale to try (one number, or one for each scale); the first is the one of ``formats.encode``."""
+  inverses = jnp.asarray([1.0 / top for top in _tops(fmt.float)], jnp.float32)
+  base = lax.bitcast_convert_type(absmax * inverses[i // len(_OFFSETS)], jnp.int32)
+  scale = lax.bitcast_convert_type(base + jnp.asarray(_OFFSETS)[i % len(_OFFSETS)], jnp.float32)
+  return fmts.clip_scale(scale, absmax, fmt.float)
+
+
+def _are_exact(x: Array, absmax: Array, fmt: StateFormat, positive: bool) -> Array:
+  """For each candidate and each scale, whether it gives back all values under it."""
+
+  def is_exact(i: Array) -> Array:
+    scale = _candidate(i, absmax, fmt)
     back = fmts.decode(*fmts.encode(x, fmt, positive=positive, scale=scale), fmt)
     wrong = (back != x) & ~(jnp.isnan(back) & jnp.isnan(x))
     return fmts.region_max(wrong.astype(jnp.float32), fmt) == 0
 
-  return lax.map(is_exact, jnp.stack(scales))
+  return lax.map(is_exact, jnp.arange(len(_tops(fmt.float)) * len(_OFFSETS)))
 
 
-def _first_exact(scales: list[Array], exact: Array) -> Array:
-  chosen = scales[0]
-  for i in reversed(range(len(scales))):
-    chosen = jnp.where(exact[i], scales[i], chosen)
-  return chosen
+def _first_exact(exact: Array, absmax: Array, fmt: StateFormat) -> Array:
+  return _candidate(jnp.argmax(exact, axis=0), absmax, fmt)  # where none is, the first
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "positive"))
 def _encode_jit(x: Array, fmt: StateFormat, positive: bool, scale: Array | None = None) -> tuple[Array, Array]:
   """``formats.encode``, except that values which were decoded from this format are kept exactly."""
   if fmt.scaling is not None and scale is None:
-    scales = _candidates(_absmax(x, fmt), fmt)
-    scale = _first_exact(scales, _are_exact(x, scales, fmt, positive))
+    absmax = _absmax(x, fmt)
+    scale = _first_exact(_are_exact(x, absmax, fmt, positive), absmax, fmt)
   return fmts.encode(x, fmt, positive=positive, scale=scale)
 
 
 _absmax_jit = jax.jit(_absmax, static_argnames=("fmt",))
-
-
-@functools.partial(jax.jit, static_argnames=("fmt", "positive"))
-def _are_exact_jit(x: Array, absmax: Array, fmt: StateFormat, positive: bool) -> Array:
-  return _are_exact(x, _candidates(absmax, fmt), fmt, positive)
-
-
-@functools.partial(jax.jit, static_argnames=("fmt",))
-def _first_exact_jit(absmax: Array, exact: Array, fmt: StateFormat) -> Array:
-  return _first_exact(_candidates(absmax, fmt), exact)
+_are_exact_jit = jax.jit(_are_exact, static_argnames=("fmt", "positive"))
+_first_exact_jit = jax.jit(_first_exact, static_argnames=("fmt",))
 
 
 def _leaf_scale(x: Any, fmt: StateFormat, like: Any, cut: list[Index | None], positive: bool) -> Array:
@@ -259,7 +256,7 @@ def _leaf_scale(x: Any, fmt: StateFormat, like: Any, cut: list[Index | None], po
 
   absmax = over_pieces(lambda v: _absmax_jit(v, fmt), jnp.maximum)
   exact = over_pieces(lambda v: _are_exact_jit(v, absmax, fmt, positive), jnp.logical_and)
-  return _first_exact_jit(absmax, exact, fmt)
+  return _first_exact_jit(exact, absmax, fmt)
 
 
 def _encode(x: Any, fmt: StateFormat, like: Any, positive: bool = False) -> tuple[Array, Array | None]:
@@ -268,7 +265,7 @@ def _encode(x: Any, fmt: StateFormat, like: Any, positive: bool = False) -> tupl
     return _put(_read(x, like) if isinstance(x, _Stored) else x, like, jnp.float64), None
   if _is_plain(fmt):
     return _read(x, like), None
-  nearest = dataclasses.replace(fmt, rounding="nearest")
+  nearest = _nearest(fmt)
   shape = tuple(like.shape)
   cut = _cut(x, like, fmt)
   if fmt.scaling is None or (fmt.scaling == "tensor" and len(cut) > 1):
@@ -329,8 +326,8 @@ def _write(p: Any, f: LeafFormats | None, part_of: Callable[[Part], Any]) -> tup
     elif x is not None and fmt is None:
       p = _cast(x, p, p.dtype)
     elif x is not None and fmt.is_remainder:
-      nearest = dataclasses.replace(fmt, rounding="nearest")
-      p, q = _map(x, p, lambda w, p=p, fmt=nearest: _encode_remainder_jit(w, jnp.dtype(p.dtype), fmt), 2)
+      encode = functools.partial(_encode_remainder_jit, dtype=jnp.dtype(p.dtype), fmt=_nearest(fmt))
+      p, q = _map(x, p, encode, results=2)
     elif x is not None:
       q, scale = _encode(x, fmt, p, part == "nu")
       if part == "master":

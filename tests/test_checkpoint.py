@@ -762,15 +762,15 @@ def _converted(name):
   values = lambda k: np.asarray(raw[k])
   moments = {k: dict(master=values(k), mu=values(k), nu=np.square(values(k))) for k in SHAPES}
   imported = checkpoint.import_float32(((f"['{k}']", x) for k, x in moments.items()), params, optimizer(name), 3)
-  others = [checkpoint.convert(state, params, optimizer(name), optimizer(new))
-            for new in ("bf16_f32_f32_f32", "bf16_remainder8_fp8_fp8", "tensor")]  # fmt: skip
+  new = "tensor" if name != "tensor" else "bf16_f32_f32_f32"
+  others = checkpoint.convert(state, params, optimizer(name), optimizer(new))
   back = [checkpoint.import_float32(leaves, params, optimizer(name), 3),
           checkpoint.from_optax(opt_state, params, optimizer(name)),
           checkpoint.from_optax(jax.tree.map(np.asarray, opt_state), params, optimizer(name))]  # fmt: skip
   return jax.tree.map(np.array, (dict(leaves), opt_state, imported, others, back))
 
 
-@pytest.mark.parametrize("name", SPECIALISED)
+@pytest.mark.parametrize("name", ["bf16_remainder16_fp8_fp8", "tensor"])
 def test_pieces_have_the_bits_of_the_whole(name, monkeypatch):
   whole = _converted(name)
   monkeypatch.setattr(pieces, "PIECE", 200)
@@ -798,7 +798,8 @@ def test_pieces_of_every_geometry(shape, monkeypatch):
     assert (seen == 1).all() and (scales == 1).all()
     if size <= 128:
       assert len(cut) >= x.size // (3 * 256)
-    table.assert_same_bits(conversions._encode(x, fmt, x), conversions._encode_jit(x, fmt, False))
+  fmt = StateFormat("float8_e4m3fn", block_size=100)
+  table.assert_same_bits(conversions._encode(x, fmt, x), conversions._encode_jit(x, fmt, False))
 
 
 def test_scratch_of_a_piece():
