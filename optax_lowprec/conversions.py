@@ -1,6 +1,7 @@
 """Conversions of the optimizer state: to and from float32, optax's states, and other formats.
 
-One leaf at a time, so that the device never holds a second whole state. Public as ``optax_lowprec.checkpoint``.
+One leaf at a time, and large ones in pieces, so that the device never holds a second whole state. Public as
+``optax_lowprec.checkpoint``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -652,7 +653,7 @@ def export_float32(
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
   """Masters and moments in float32 on the host, one leaf after the other.
 
-  At any time the device holds one part of one leaf in float32 besides the state, and the host one leaf.
+  At any time the device holds a piece of one leaf in float32 besides the state, and the host one leaf.
 
   Args:
     state: an optimizer state with ours somewhere inside.

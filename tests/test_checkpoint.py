@@ -802,6 +802,26 @@ def test_pieces_of_every_geometry(shape, monkeypatch):
   table.assert_same_bits(conversions._encode(x, fmt, x), conversions._encode_jit(x, fmt, False))
 
 
+def test_conversions_on_a_mesh():
+  """Of leaves that are cut over devices, which are not taken apart: the bits of one device, cut as the parameters."""
+  mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  params = table.tree({"w": (8, 1024)}, jnp.bfloat16)
+  sharded = jax.device_put(params, NamedSharding(mesh, P("x", "y")))
+  opt_state = optax.adamw(1e-2).init(table.tree({"w": (8, 1024)}))
+  opt_state = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) ** 2, opt_state)
+  tx, wide = olp.adamw(1e-2), olp.adamw(1e-2, mu="float32", nu=StateFormat("float8_e4m3fn", "tensor", transform="sqrt"))
+
+  def run(p):
+    state = checkpoint.from_optax(opt_state, p, tx)
+    wider = checkpoint.convert(state, p, tx, wide)
+    return state, wider, checkpoint.import_float32(checkpoint.export_float32(state, p), p, tx, 1)
+
+  got = run(sharded)
+  table.assert_same_bits(got, run(params))
+  for x in (got[0].mu["w"], got[1][1].mu["w"], got[2][0]["w"], got[2][1].master["w"]):
+    assert x.sharding.spec == P("x", "y")
+
+
 def test_scratch_of_a_piece():
   """What the compiler sets aside for encoding a piece, in bytes an element: the reason for pieces."""
   shape = (1024, 2048)
