@@ -824,12 +824,15 @@ def test_conversions_on_a_mesh():
 
 def test_scratch_of_a_piece():
   """What the compiler sets aside for encoding a piece, in bytes an element: the reason for pieces."""
-  shape = (1024, 2048)
   for fmt in (StateFormat("float8_e4m3fn"), StateFormat("float8_e4m3fn", "tensor", transform="sqrt")):
     x = jax.ShapeDtypeStruct((pieces.PIECE // 2048, 2048), jnp.float32)
     compiled = conversions._encode_jit.lower(x, fmt, True).compile()
     assert compiled.memory_analysis().temp_size_in_bytes <= 16 * pieces.PIECE
-  assert pieces.pieces(shape, None, []) == [None] and len(pieces.pieces((32000, 2048), None, [])) == 31
+  assert len(pieces.pieces((1024, 2048), None, [])) == 1 and len(pieces.pieces((32000, 2048), None, [])) == 31
+  for dtype in ("float8_e4m3fn", "bfloat16", "float32"):
+    big, small = (jax.ShapeDtypeStruct((n, 2048), dtype) for n in (32000, 1024))
+    compiled = pieces._update_jit.lower(big, small, np.zeros(2, np.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2**16  # in place
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
