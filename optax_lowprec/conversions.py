@@ -1,6 +1,7 @@
 """Conversions of the optimizer state: to and from float32, optax's states, and other formats.
 
-One leaf at a time, so that the device never holds a second whole state. Public as ``optax_lowprec.checkpoint``.
+One leaf at a time, and large ones in pieces, so that the device never holds a second whole state. Public as
+``optax_lowprec.checkpoint``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,11 @@ import optax
 from optax_lowprec import formats as fmts
 from optax_lowprec import state as state_lib
 from optax_lowprec.formats import LeafFormats, Part, StateFormat
+from optax_lowprec.pieces import assemble
+from optax_lowprec.pieces import Index
+from optax_lowprec.pieces import pieces
+from optax_lowprec.pieces import scale_index
+from optax_lowprec.pieces import take
 from optax_lowprec.reference import LeafState
 from optax_lowprec.sharding import fit
 
@@ -77,6 +83,10 @@ def _is_plain(fmt: StateFormat) -> bool:
   return fmt.dtype == "float32" and fmt.scaling is None and fmt.transform is None
 
 
+def _nearest(fmt: StateFormat) -> StateFormat:
+  return dataclasses.replace(fmt, rounding="nearest")
+
+
 @functools.partial(jax.jit, static_argnames=("fmt",))
 def _decode_jit(q: Array, scale: Array, fmt: StateFormat) -> Array:
   return fmts.decode(q, scale, fmt)
@@ -99,82 +109,177 @@ def _put(x: Any, like: Any, dtype: Any = None) -> Array:
   return jax.device_put(x, sharding)
 
 
-def _read(part: Part, p: Any, leaf: LeafState, f: LeafFormats) -> Array:
-  """A part of a leaf in float32 (float64 leaves as they are)."""
-  fmt = getattr(f, part)
+def _piece(x: Any, index: Index | None, like: Any, dtype: Any = None) -> Array:
+  """A piece of ``x`` where ``like`` is. Of an array on the host, nothing but the piece goes to the device."""
+  return _put(take(_put(x, like) if isinstance(x, jax.Array) else x, index), like, dtype)
+
+
+class _Stored(NamedTuple):
+  """A part of a leaf as it is stored: its float32 values are decoded when and where they are needed."""
+
+  part: Part
+  p: Any
+  leaf: LeafState
+  formats: LeafFormats
+
+  @property
+  def format(self) -> StateFormat | None:
+    return getattr(self.formats, self.part)
+
+  @property
+  def is_float32(self) -> bool:
+    """Whether what is stored are the values themselves (or those of a float64 leaf)."""
+    fmt = self.format
+    dtype = self.p.dtype if fmt is None else getattr(self.leaf, self.part).dtype
+    return dtype == jnp.float64 or (dtype == jnp.float32 if fmt is None else _is_plain(fmt))
+
+
+def _values(x: Any, like: Any, index: Index | None = None) -> Array:
+  """Float32 values (of float64 leaves, as they are) of a ``_Stored`` or of any kind of array, or a piece of them."""
+  if not isinstance(x, _Stored):
+    return _piece(x, index, like, jnp.float32)
+  fmt = x.format
   if fmt is None:
-    return _put(p, p, None if p.dtype == jnp.float64 else jnp.float32)
-  q = _put(getattr(leaf, part), p)
+    return _piece(x.p, index, like, None if x.p.dtype == jnp.float64 else jnp.float32)
+  q = _piece(getattr(x.leaf, x.part), index, like)
   if fmt.is_remainder:
-    return _decode_remainder_jit(_put(p, p), q)
-  if _is_plain(fmt) or q.dtype == jnp.float64:
+    return _decode_remainder_jit(_piece(x.p, index, like), q)
+  if x.is_float32:
     return q
-  scale = getattr(leaf, f"{part}_scale")
-  return _decode_jit(q, fmts.absent(()) if scale is None else scale, fmt)
+  scale = fmts.absent(())
+  if fmt.scaling is not None:
+    scale = _piece(getattr(x.leaf, f"{x.part}_scale"), scale_index(index, tuple(x.p.shape), fmt), like)
+  return _decode_jit(q, scale, fmt)
 
 
-def _max(a: Array, fmt: StateFormat) -> Array:
-  return jnp.max(a, initial=0.0) if fmt.scaling == "tensor" else fmts.block_max(a, fmt.block_size)
+def _cut(x: Any, like: Any, *formats: StateFormat | None) -> list[Index | None]:
+  """The pieces in which ``x`` is read."""
+  return pieces(tuple(like.shape), like, [*formats, x.format if isinstance(x, _Stored) else None])
+
+
+def _map(x: Any, like: Any, f: Callable[[Array], tuple[Array, ...]], results: int = 1) -> list[Array]:
+  """Arrays of the leaf's shape, made element by element from the values of ``x``."""
+  make = lambda index: [(y, index) for y in f(_values(x, like, index))]
+  return assemble(_cut(x, like), [tuple(like.shape)] * results, like, make)
+
+
+def _read(x: Any, like: Any) -> Array:
+  """All values of ``x`` at once."""
+  if not isinstance(x, _Stored) or x.is_float32:
+    return _values(x, like)
+  return _map(x, like, lambda w: (w,))[0]
+
+
+def _read_to_host(x: _Stored) -> np.ndarray:
+  """All values of ``x``, in an array that is the caller's."""
+  cut = _cut(x, x.p)
+  if len(cut) == 1:
+    return np.array(_values(x, x.p))
+  out = None
+  for index in cut:
+    values = _values(x, x.p, index)
+    if out is None:
+      out = np.empty(x.p.shape, values.dtype)
+    out[index] = values
+  assert out is not None
+  return out
+
+
+# --- encoding what was decoded --------------------------------------------------------------------------------------
+#
+# Encoding maps a block's maximum to the largest code. A decoded block's maximum is that code times the scale, rounded,
+# so that the scale computed from it may be off in its last places; and with stochastic rounding the maximum may have
+# become a neighbour of the largest code. So scales around are tried, and one that gives back every value of a block is
+# taken.
+
+
+def _absmax(x: Array, fmt: StateFormat) -> Array:
+  """The largest finite magnitude under each scale, as it is stored."""
+  a = jnp.abs(x)
+  absmax = fmts.region_max(jnp.where(a < jnp.inf, a, 0.0), fmt)
+  return jnp.sqrt(absmax) if fmt.transform == "sqrt" else absmax
+
+
+def _tops(f: fmts.Float) -> list[float]:
+  """Codes that a block's maximum may have had: the largest, and its neighbours."""
+  place = 2.0**-f.mantissa * 2.0 ** math.floor(math.log2(f.max_scaled))
+  below = f.max_scaled - (place / 2 if f.max_scaled == 2.0 ** round(math.log2(f.max_scaled)) else place)
+  return [f.max_scaled, below] + ([f.max_scaled + place] if f.max_scaled + place <= f.max else [])
+
+
+_OFFSETS = np.asarray([0, 1, -1, 2, -2], np.int32)  # in last places of a scale
+
+
+def _candidate(i: Array, absmax: Array, fmt: StateFormat) -> Array:
+  """The ith scale to try (one number, or one for each scale); the first is the one of ``formats.encode``."""
+  inverses = jnp.asarray([1.0 / top for top in _tops(fmt.float)], jnp.float32)
+  base = lax.bitcast_convert_type(absmax * inverses[i // len(_OFFSETS)], jnp.int32)
+  scale = lax.bitcast_convert_type(base + jnp.asarray(_OFFSETS)[i % len(_OFFSETS)], jnp.float32)
+  return fmts.clip_scale(scale, absmax, fmt.float)
+
+
+def _are_exact(x: Array, absmax: Array, fmt: StateFormat, positive: bool) -> Array:
+  """For each candidate and each scale, whether it gives back all values under it."""
+
+  def is_exact(i: Array) -> Array:
+    scale = _candidate(i, absmax, fmt)
+    back = fmts.decode(*fmts.encode(x, fmt, positive=positive, scale=scale), fmt)
+    wrong = (back != x) & ~(jnp.isnan(back) & jnp.isnan(x))
+    return fmts.region_max(wrong.astype(jnp.float32), fmt) == 0
+
+  return lax.map(is_exact, jnp.arange(len(_tops(fmt.float)) * len(_OFFSETS)))
+
+
+def _first_exact(exact: Array, absmax: Array, fmt: StateFormat) -> Array:
+  return _candidate(jnp.argmax(exact, axis=0), absmax, fmt)  # where none is, the first
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "positive"))
-def _encode_jit(x: Array, fmt: StateFormat, positive: bool) -> tuple[Array, Array]:
-  """``formats.encode``, except that values which were decoded from this format are kept exactly.
+def _encode_jit(x: Array, fmt: StateFormat, positive: bool, scale: Array | None = None) -> tuple[Array, Array]:
+  """``formats.encode``, except that values which were decoded from this format are kept exactly."""
+  if fmt.scaling is not None and scale is None:
+    absmax = _absmax(x, fmt)
+    scale = _first_exact(_are_exact(x, absmax, fmt, positive), absmax, fmt)
+  return fmts.encode(x, fmt, positive=positive, scale=scale)
 
-  Encoding maps a block's maximum to the largest code. A decoded block's maximum is that code times the scale, rounded,
-  so that the scale computed from it may be off in its last places; and with stochastic rounding the maximum may have
-  become a neighbour of the largest code. So scales around are tried, and one that gives back every value of a block
-  is taken.
-  """
-  if fmt.scaling is None:
-    return fmts.encode(x, fmt, positive=positive)
-  f = fmt.float
-  stored = jnp.sqrt if fmt.transform == "sqrt" else lambda x: x
-  a = jnp.abs(x)
-  absmax = stored(_max(jnp.where(a < jnp.inf, a, 0.0), fmt))
-  place = 2.0**-f.mantissa * 2.0 ** math.floor(math.log2(f.max_scaled))
-  below = f.max_scaled - (place / 2 if f.max_scaled == 2.0 ** round(math.log2(f.max_scaled)) else place)
-  tops = [f.max_scaled, below] + ([f.max_scaled + place] if f.max_scaled + place <= f.max else [])
-  inverses = jnp.asarray([1.0 / t for t in tops], jnp.float32)
-  offsets = np.asarray([0, 1, -1, 2, -2], np.int32)
 
-  def with_scale(s: Array) -> Array:
-    inverse = jnp.where(absmax > 0, 1.0 / s, 0.0)
-    code = fmts.round_to_code(stored(x) * fmts.expand_scale(inverse, x.shape, fmt), f)
-    if positive:
-      lowest = np.float32(f.min_positive)
-      smallest = 1 if f.saturates else int(lowest.view(np.uint32)) >> f.drop
-      code = jnp.where((x > 0) & (code == 0), jnp.asarray(smallest, code.dtype), code)
-    return lax.bitcast_convert_type(code, f.dtype)
+_absmax_jit = jax.jit(_absmax, static_argnames=("fmt",))
+_are_exact_jit = jax.jit(_are_exact, static_argnames=("fmt", "positive"))
+_first_exact_jit = jax.jit(_first_exact, static_argnames=("fmt",))
 
-  def candidate(i: Any) -> Array:
-    base = lax.bitcast_convert_type(absmax * inverses[i // len(offsets)], jnp.int32)
-    s = lax.bitcast_convert_type(base + jnp.asarray(offsets)[i % len(offsets)], jnp.float32)
-    s = jnp.clip(s, np.float32(f.min_scale), np.float32(2.0**126))
-    return jnp.where(absmax > 0, s, 0.0)
 
-  def attempt(i: Any, best: tuple[Array, Array]) -> tuple[Array, Array]:
-    chosen, found = best
-    s = candidate(i)
-    back = fmts.decode(with_scale(s), s, fmt)
-    wrong = (back != x) & ~(jnp.isnan(back) & jnp.isnan(x))
-    exact = _max(wrong.astype(jnp.float32), fmt) == 0
-    return jnp.where(exact & ~found, s, chosen), found | exact
+def _leaf_scale(x: Any, fmt: StateFormat, like: Any, cut: list[Index | None], positive: bool) -> Array:
+  """The scale that ``_encode_jit`` chooses for a whole leaf, from its pieces."""
 
-  first = candidate(0)  # what formats.encode takes
-  best = (first, jnp.zeros(first.shape, bool))
-  scale, _ = lax.fori_loop(0, len(tops) * len(offsets), attempt, best)
-  return with_scale(scale), scale
+  def over_pieces(f: Callable[[Array], Array], join: Callable[[Array, Array], Array]) -> Array:
+    # Waits for each piece, so that its memory is free for the next.
+    return functools.reduce(join, (jax.block_until_ready(f(_values(x, like, index))) for index in cut))
+
+  absmax = over_pieces(lambda v: _absmax_jit(v, fmt), jnp.maximum)
+  exact = over_pieces(lambda v: _are_exact_jit(v, absmax, fmt, positive), jnp.logical_and)
+  return _first_exact_jit(exact, absmax, fmt)
 
 
 def _encode(x: Any, fmt: StateFormat, like: Any, positive: bool = False) -> tuple[Array, Array | None]:
-  """Codes and scales, rounded to nearest, of float32 values of any kind of array."""
+  """Codes and scales, rounded to nearest, of the values of a ``_Stored`` or of any kind of array."""
   if like.dtype == jnp.float64:
-    return _put(x, like, jnp.float64), None
-  x = _put(x, like, jnp.float32)
+    return _put(_read(x, like) if isinstance(x, _Stored) else x, like, jnp.float64), None
   if _is_plain(fmt):
-    return x, None
-  return _encode_jit(x, dataclasses.replace(fmt, rounding="nearest"), positive)
+    return _read(x, like), None
+  nearest = _nearest(fmt)
+  shape = tuple(like.shape)
+  cut = _cut(x, like, fmt)
+  if fmt.scaling is None or (fmt.scaling == "tensor" and len(cut) > 1):
+    scale = None if fmt.scaling is None else _leaf_scale(x, nearest, like, cut, positive)
+    codes = lambda index: [(_encode_jit(_values(x, like, index), nearest, positive, scale)[0], index)]
+    return assemble(cut, [shape], like, codes)[0], scale
+
+  def codes_and_scales(index: Index | None) -> list[tuple[Array, Index | None]]:
+    q, scale = _encode_jit(_values(x, like, index), nearest, positive)
+    return [(q, index), (scale, scale_index(index, shape, fmt))]
+
+  q, scale = assemble(cut, [shape, fmts.scale_shape(shape, fmt)], like, codes_and_scales)
+  return q, scale
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "dtype"))
@@ -187,6 +292,15 @@ def _cast_jit(w: Array, dtype: Any) -> Array:
   return fmts.cast_to(w, dtype)
 
 
+def _cast(x: Any, like: Any, dtype: Any) -> Array:
+  """The values of ``x`` in a parameter's dtype."""
+  if dtype == jnp.float64 and not isinstance(x, _Stored):
+    return _put(x, like, dtype)
+  if dtype in (jnp.float32, jnp.float64):
+    return _put(_read(x, like), like, dtype)
+  return _map(x, like, lambda w: (_cast_jit(w, jnp.dtype(dtype)),))[0]
+
+
 class _Kept(NamedTuple):
   """A part that is handed on as it is stored."""
 
@@ -197,7 +311,7 @@ class _Kept(NamedTuple):
 def _write(p: Any, f: LeafFormats | None, part_of: Callable[[Part], Any]) -> tuple[Any, LeafState]:
   """A leaf's parameter and state from its parts, one after the other.
 
-  ``part_of`` gives float32 values, or a ``_Kept``; for the master, None leaves the parameter as it is.
+  ``part_of`` gives float32 values, a ``_Stored``, or a ``_Kept``; for the master, None leaves the parameter as it is.
   """
   shape = tuple(p.shape)
   # An array each: a step cannot donate one buffer twice.
@@ -212,18 +326,18 @@ def _write(p: Any, f: LeafFormats | None, part_of: Callable[[Part], Any]) -> tup
     if isinstance(x, _Kept):
       q, scale = x
     elif x is not None and fmt is None:
-      w = _put(x, p, p.dtype if p.dtype == jnp.float64 else jnp.float32)
-      p = w if w.dtype == p.dtype else _cast_jit(w, p.dtype)
+      p = _cast(x, p, p.dtype)
     elif x is not None and fmt.is_remainder:
-      nearest = dataclasses.replace(fmt, rounding="nearest")
-      p, q = _encode_remainder_jit(_put(x, p, jnp.float32), jnp.dtype(p.dtype), nearest)
+      encode = functools.partial(_encode_remainder_jit, dtype=jnp.dtype(p.dtype), fmt=_nearest(fmt))
+      p, q = _map(x, p, encode, results=2)
     elif x is not None:
       q, scale = _encode(x, fmt, p, part == "nu")
       if part == "master":
-        w = _put(x, p, jnp.float32)
-        p = w if p.dtype == jnp.float32 else _cast_jit(w, p.dtype)
+        p = _cast(x, p, p.dtype)
     new[part] = absent() if q is None else _put(q, p)
     new[f"{part}_scale"] = absent() if scale is None or fmt.scaling is None else _put(scale, p)
+    # Else the next part's values might be on their way before this one's are freed.
+    jax.block_until_ready((p, q))
   return p, LeafState(**new)
 
 
@@ -449,8 +563,7 @@ def to_optax(
   def one(p: Any, leaf: LeafState, f: LeafFormats | None, mu: Any, nu: Any) -> tuple[Array, Array]:
     if f is None:
       return jnp.zeros(mu.shape, mu.dtype), jnp.zeros(nu.shape, nu.dtype)
-    new_mu = _read("mu", p, leaf, f)
-    new = (new_mu if new_mu.dtype == mu.dtype else _cast_jit(new_mu, jnp.dtype(mu.dtype)), _read("nu", p, leaf, f))
+    new = (_cast(_Stored("mu", p, leaf, f), p, mu.dtype), _read(_Stored("nu", p, leaf, f), p))
     if donate:
       delete((leaf.mu, leaf.nu, leaf.mu_scale, leaf.nu_scale), new)
     return new
@@ -519,7 +632,7 @@ def convert(
       if same_meaning(getattr(f, part), getattr(new_f, part)):
         q = None if getattr(f, part) is None else getattr(leaf, part)
         return _Kept(q, getattr(leaf, f"{part}_scale") if q is not None and getattr(f, part).scaling else None)
-      return _read(part, p, leaf, f)
+      return _Stored(part, p, leaf, f)
 
     new_p, new = _write(p, new_f, part_of)
     if donate:
@@ -541,7 +654,7 @@ def export_float32(
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
   """Masters and moments in float32 on the host, one leaf after the other.
 
-  At any time the device holds one part of one leaf in float32 besides the state, and the host one leaf.
+  At any time the device holds a piece of one leaf in float32 besides the state, and the host one leaf.
 
   Args:
     state: an optimizer state with ours somewhere inside.
@@ -560,9 +673,8 @@ def export_float32(
 
   def leaves() -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     for name, _, p, leaf, f in progress_bar(rows, len(rows), "export", progress):
-      # A copy: what jax gives may be the live array itself.
       parts: tuple[Part, ...] = ("master", "mu", "nu")
-      yield name, {part: np.array(_read(part, p, leaf, f)) for part in parts}
+      yield name, {part: _read_to_host(_Stored(part, p, leaf, f)) for part in parts}
 
   if progress:
     progress_bar((), 0, "export", True)  # so that a missing tqdm shows here and not at the first leaf
@@ -613,7 +725,8 @@ def import_float32(
         raise ValueError(f"{label} has no {part!r}; each leaf needs 'master', 'mu' and 'nu'")
       if tuple(parts[part].shape) != tuple(p.shape):
         raise ValueError(f"{label}: {part} has shape {tuple(parts[part].shape)}, the parameter has {tuple(p.shape)}")
-    if bool((parts["nu"] < 0).any()):
+    nu = parts["nu"]
+    if bool(_any_negative_jit(nu) if isinstance(nu, jax.Array) else (nu < 0).any()):
       raise ValueError(f"{label}: nu has negative values; it is a mean of squares")
     done[name] = _write(p, f, parts.__getitem__)
   for name in wanted:
@@ -621,6 +734,11 @@ def import_float32(
       raise ValueError(f"{name or 'the parameter'} is missing")
   state = _fresh_state(tx, params, target, done, count)
   return state_lib.as_tree(params, {name: p for name, (p, _) in done.items()}, lambda p: p), state
+
+
+@jax.jit
+def _any_negative_jit(x: Array) -> Array:
+  return jnp.any(x < 0)
 
 
 def _no_part(part: Part) -> None:

@@ -387,7 +387,24 @@ def round_to_code(x: Array, f: Float, noise16: Array | None = None) -> Array:
   return code.astype(_INT_OF_BITS[f.bits])
 
 
-def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array | None = None) -> tuple[Array, Array]:
+def clip_scale(scale: Array, absmax: Array, f: Float) -> Array:
+  """A scale within the range that has a reciprocal; 0 where there is nothing to scale."""
+  return jnp.where(absmax > 0, jnp.clip(scale, np.float32(f.min_scale), np.float32(2.0**126)), 0.0)
+
+
+def region_max(a: Array, fmt: StateFormat) -> Array:
+  """The maximum over each region that has a scale, of values that are not negative."""
+  return jnp.max(a, initial=0.0) if fmt.scaling == "tensor" else block_max(a, fmt.block_size)
+
+
+def encode(
+    x: Array,
+    fmt: StateFormat,
+    *,
+    positive: bool = False,
+    noise16: Array | None = None,
+    scale: Array | None = None,
+) -> tuple[Array, Array]:
   """Stores float32 values.
 
   Args:
@@ -395,6 +412,8 @@ def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array
     fmt: a format that is not a remainder.
     positive: never store a value above 0 as 0 but as the smallest code (the second moment stands in a denominator).
     noise16: uint32 in [0, 2^16) of x's shape, for stochastic rounding.
+    scale: for a format with scaling, scales to use instead of those that map each maximum to the largest code; from
+      ``clip_scale``.
 
   Returns:
     The codes (x's shape, the storage dtype) and the float32 scales (shape of ``scale_shape``), or what stands for
@@ -409,13 +428,12 @@ def encode(x: Array, fmt: StateFormat, *, positive: bool = False, noise16: Array
   if fmt.scaling is None:
     scale = absent(x.shape)
   else:
-    a = jnp.abs(x)
-    a = jnp.where(a < jnp.inf, a, 0.0)
-    absmax = jnp.max(a, initial=0.0) if fmt.scaling == "tensor" else block_max(a, fmt.block_size)
-    # A product with the reciprocal, written out: XLA would turn a division by a constant into one where it likes.
-    scale = jnp.clip(absmax * np.float32(1.0 / f.max_scaled), np.float32(f.min_scale), np.float32(2.0**126))
-    inverse = jnp.where(absmax > 0, 1.0 / scale, 0.0)
-    scale = jnp.where(absmax > 0, scale, 0.0)
+    if scale is None:
+      a = jnp.abs(x)
+      absmax = region_max(jnp.where(a < jnp.inf, a, 0.0), fmt)
+      # A product with the reciprocal, written out: XLA would turn a division by a constant into one where it likes.
+      scale = clip_scale(absmax * np.float32(1.0 / f.max_scaled), absmax, f)
+    inverse = jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), 0.0)
     x = x * expand_scale(inverse, x.shape, fmt)
   code = round_to_code(x, f, noise16 if fmt.rounding == "stochastic" else None)
   if positive:

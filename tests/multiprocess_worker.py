@@ -2,10 +2,11 @@
 
   python multiprocess_worker.py PROCESS PROCESSES PORT OUT
 
-writes to OUT, pickled, what ``local`` gives for each scenario: the shards that this process holds.
+writes to OUT what ``local`` gives for each scenario: the shards that this process holds, as ``write`` does.
 """
 
-import pickle
+import json
+import pathlib
 import sys
 from typing import Any
 
@@ -76,11 +77,34 @@ def run(formats: str, implementation: str, mesh: Any = None, poisoned: bool = Fa
   return params, state
 
 
-def local(tree: Any) -> list[tuple[str, Any, np.ndarray]]:
+Rows = list[tuple[str, tuple[slice, ...], np.ndarray]]
+
+
+def local(tree: Any) -> Rows:
   """For every shard of a tree in this process: its leaf, where in the leaf it is, and what it holds."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
   return [(jax.tree_util.keystr(path), shard.index, np.asarray(shard.data))
           for path, x in leaves for shard in x.addressable_shards]  # fmt: skip
+
+
+def write(path: pathlib.Path, results: dict[tuple[str, str], Rows]) -> None:
+  """Shards' bytes as an npz file, and what they are as JSON inside of it: npz has no float8."""
+  described, arrays = [], {}
+  for scenario, rows in results.items():
+    for leaf, index, x in rows:
+      cuts = [[s.start, s.stop] for s in index]
+      described.append([*scenario, leaf, cuts, x.dtype.name, x.shape])
+      arrays[str(len(arrays))] = np.frombuffer(x.tobytes(), np.uint8)
+  np.savez(path, described=np.array(json.dumps(described)), **arrays)
+
+
+def read(path: pathlib.Path) -> dict[tuple[str, str], Rows]:
+  results: dict[tuple[str, str], Rows] = {}
+  with np.load(path, allow_pickle=False) as file:
+    for i, (formats, name, leaf, cuts, dtype, shape) in enumerate(json.loads(str(file["described"]))):
+      x = file[str(i)].view(jnp.dtype(dtype)).reshape(shape)
+      results.setdefault((formats, name), []).append((leaf, tuple(slice(*c) for c in cuts), x))
+  return results
 
 
 def main() -> None:
@@ -90,8 +114,7 @@ def main() -> None:
   assert jax.process_count() == processes
   mesh = jax.make_mesh((processes, jax.local_device_count()), ("x", "y"), (AxisType.Auto,) * 2)
   results = {scenario: local(run(*scenario, mesh, poisoned=process == 1)) for scenario in scenarios()}
-  with open(sys.argv[4], "wb") as f:
-    pickle.dump(results, f)
+  write(pathlib.Path(sys.argv[4]), results)
   jax.distributed.shutdown()
 
 

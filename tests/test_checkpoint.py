@@ -31,6 +31,7 @@ from optax_lowprec import checkpoint
 from optax_lowprec import conversions
 from optax_lowprec import formats as fmts
 from optax_lowprec import inspection
+from optax_lowprec import pieces
 from optax_lowprec import StateFormat
 from optax_lowprec.checkpoint import CheckpointError
 
@@ -749,6 +750,91 @@ def test_convert_refuses():
     checkpoint.convert(state, params, optimizer("tensor"), optax.chain(optimizer("tensor"), optax.ema(0.9)))
 
 
+# --- in pieces ------------------------------------------------------------------------------------------------------
+
+
+def _converted(name):
+  """Everything that can be made of a combination's state."""
+  params, state = trained(name)
+  leaves = list(checkpoint.export_float32(state, params))
+  opt_state = checkpoint.to_optax(state, params, optax.adamw(1e-2, mu_dtype=jnp.bfloat16))
+  raw = table.tree(SHAPES)  # as no format holds it
+  values = lambda k: np.asarray(raw[k])
+  moments = {k: dict(master=values(k), mu=values(k), nu=np.square(values(k))) for k in SHAPES}
+  imported = checkpoint.import_float32(((f"['{k}']", x) for k, x in moments.items()), params, optimizer(name), 3)
+  new = "tensor" if name != "tensor" else "bf16_f32_f32_f32"
+  others = checkpoint.convert(state, params, optimizer(name), optimizer(new))
+  back = [checkpoint.import_float32(leaves, params, optimizer(name), 3),
+          checkpoint.from_optax(opt_state, params, optimizer(name)),
+          checkpoint.from_optax(jax.tree.map(np.asarray, opt_state), params, optimizer(name))]  # fmt: skip
+  return jax.tree.map(np.array, (dict(leaves), opt_state, imported, others, back))
+
+
+@pytest.mark.parametrize("name", ["bf16_remainder16_fp8_fp8", "tensor"])
+def test_pieces_have_the_bits_of_the_whole(name, monkeypatch):
+  whole = _converted(name)
+  monkeypatch.setattr(pieces, "PIECE", 200)
+  assert len(pieces.pieces(SHAPES["w"], None, [StateFormat("float8_e4m3fn")])) == 8
+  table.assert_same_bits(_converted(name), whole)
+
+
+_LONG = [(5000,), (1, 5000), (3, 5, 300), (2, 3, 4, 40), (64, 5), (40, 3, 3, 7), (3, 1, 700), (1000, 1), (7, 2001)]
+
+
+@pytest.mark.parametrize("shape", _LONG, ids=str)
+def test_pieces_of_every_geometry(shape, monkeypatch):
+  """Between blocks, each element once, and with the leaf's blocks."""
+  monkeypatch.setattr(pieces, "PIECE", 256)
+  rng = np.random.default_rng(0)
+  x = (rng.normal(size=shape) * 10 ** rng.uniform(-3, 3, size=shape)).astype(np.float32)
+  for size in (1, 7, 100, 128, 4096):
+    fmt = StateFormat("float8_e4m3fn", block_size=size)
+    cut = pieces.pieces(shape, x, [fmt, StateFormat("float16", block_size=24)])
+    seen = np.zeros(shape, int)
+    scales = np.zeros(fmts.scale_shape(shape, fmt), int)
+    for index in cut:
+      seen[... if index is None else index] += 1
+      scales[... if index is None else pieces.scale_index(index, shape, fmt)] += 1
+    assert (seen == 1).all() and (scales == 1).all()
+    if size <= 128:
+      assert len(cut) >= x.size // (3 * 256)
+  fmt = StateFormat("float8_e4m3fn", block_size=100)
+  table.assert_same_bits(conversions._encode(x, fmt, x), conversions._encode_jit(x, fmt, False))
+
+
+def test_conversions_on_a_mesh():
+  """Of leaves that are cut over devices, which are not taken apart: the bits of one device, cut as the parameters."""
+  mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  params = table.tree({"w": (8, 1024)}, jnp.bfloat16)
+  sharded = jax.device_put(params, NamedSharding(mesh, P("x", "y")))
+  opt_state = optax.adamw(1e-2).init(table.tree({"w": (8, 1024)}))
+  opt_state = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) ** 2, opt_state)
+  tx, wide = olp.adamw(1e-2), olp.adamw(1e-2, mu="float32", nu=StateFormat("float8_e4m3fn", "tensor", transform="sqrt"))
+
+  def run(p):
+    state = checkpoint.from_optax(opt_state, p, tx)
+    wider = checkpoint.convert(state, p, tx, wide)
+    return state, wider, checkpoint.import_float32(checkpoint.export_float32(state, p), p, tx, 1)
+
+  got = run(sharded)
+  table.assert_same_bits(got, run(params))
+  for x in (got[0].mu["w"], got[1][1].mu["w"], got[2][0]["w"], got[2][1].master["w"]):
+    assert x.sharding.spec == P("x", "y")
+
+
+def test_scratch_of_a_piece():
+  """What the compiler sets aside for encoding a piece, in bytes an element: the reason for pieces."""
+  for fmt in (StateFormat("float8_e4m3fn"), StateFormat("float8_e4m3fn", "tensor", transform="sqrt")):
+    x = jax.ShapeDtypeStruct((pieces.PIECE // 2048, 2048), jnp.float32)
+    compiled = conversions._encode_jit.lower(x, fmt, True).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 16 * pieces.PIECE
+  assert len(pieces.pieces((1024, 2048), None, [])) == 1 and len(pieces.pieces((32000, 2048), None, [])) == 31
+  for dtype in ("float8_e4m3fn", "bfloat16", "float32"):
+    big, small = (jax.ShapeDtypeStruct((n, 2048), dtype) for n in (32000, 1024))
+    compiled = pieces._update_jit.lower(big, small, np.zeros(2, np.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2**16  # in place
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 _MANY = {f"w{i}": (64, 512) for i in range(8)}
@@ -763,7 +849,7 @@ def _live():
 def peak(monkeypatch):
   """The most bytes in live arrays whenever a leaf was read or written."""
   seen = []
-  for name in ("_write", "_read"):
+  for name in ("_write", "_values"):
     original = getattr(conversions, name)
 
     def spy(*args, original=original):
@@ -856,6 +942,42 @@ def test_host_memory():
   assert checkpoint.to_device(back).mu["w"] is back.mu["w"]
   table.assert_same_bits(back, trained(name)[1])
   table.assert_same_bits(next_step(name, params, back), next_step(name, *trained(name)))
+
+
+def _memory_kinds():
+  return [m.kind for m in jax.devices()[0].addressable_memories()]
+
+
+@pytest.mark.skipif(
+    "pinned_host" not in _memory_kinds(), reason="no pinned_host memory: test_host_memory has the error"
+)
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="the CPU's pinned_host is the memory that it computes in")
+@pytest.mark.parametrize("name", ["bf16_remainder16_fp8_fp8", "f32_fp8_fp8", "stochastic"])
+def test_a_run_with_its_state_in_host_memory(name, implementation):
+  """The step of docs/checkpoints.md, which fetches the state and puts it back, has the bits of one that does not."""
+  tx = optimizer(name, implementation=implementation)
+  params = {"w": table.tree({"w": (64, 1024)}, SPECIALISED[name][0])["w"]}
+  grads = [table.Gradients({"w": (64, 1024)}).at(t, params) for t in range(4)]
+  plain = jax.jit(lambda g, s, p: olp.apply_gradients(tx, g, s, p))
+  right_params, right = params, tx.init(params)
+  state = tx.init(params)
+  host = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), state)
+  device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), state)
+
+  @functools.partial(
+      jax.jit, donate_argnums=(1, 2), in_shardings=(None, host, None),
+      out_shardings=(jax.tree.map(lambda p: p.sharding, params), host),
+  )  # fmt: skip
+  def step(grads, state, params):
+    return olp.apply_gradients(tx, grads, jax.device_put(state, device), params)
+
+  params, state = jax.tree.map(jnp.copy, params), checkpoint.to_host(state, donate=True)
+  for g in grads:
+    right_params, right = plain(g, right, right_params)
+    params, state = step(g, state, params)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {"device"}
+    table.assert_same_bits((params, state), (right_params, right))
 
 
 def test_memory_that_is_not_there():

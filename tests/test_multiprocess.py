@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import pickle
 import socket
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def shards(tmp_path_factory):
   """For each process, what the worker writes."""
   folder = tmp_path_factory.mktemp("multiprocess")
   port = free_port()
-  outs = [folder / f"{i}.pickle" for i in range(PROCESSES)]
+  outs = [folder / f"{i}.npz" for i in range(PROCESSES)]
   commands = [[sys.executable, str(FOLDER / "multiprocess_worker.py"), str(i), str(PROCESSES), str(port), str(out)]
               for i, out in enumerate(outs)]  # fmt: skip
   env = {
@@ -65,7 +64,7 @@ def shards(tmp_path_factory):
       "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}",
   }
   run_together(commands, [out.with_suffix(".log") for out in outs], env)
-  return [pickle.loads(out.read_bytes()) for out in outs]
+  return [worker.read(out) for out in outs]
 
 
 @pytest.mark.parametrize("formats, name", worker.scenarios())
