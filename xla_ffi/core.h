@@ -39,7 +39,7 @@ constexpr int kHyperWords = 16;
 struct alignas(16) Hyper {
   float learning_rate, b1, one_minus_b1, b2, one_minus_b2, eps, eps_root, weight_decay;
   float mu_factor, grad_factor, nu_factor, sqrt_nu_factor, grad_scale;
-  uint32_t skip, key, unused;
+  uint32_t skip, key, phase;  // of the random bits: see Noise16
 };
 static_assert(sizeof(Hyper) == kHyperWords * 4);
 
