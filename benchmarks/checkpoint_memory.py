@@ -49,15 +49,17 @@ class Job:
     self.tx = olp.adamw(1e-3)
     self.wide = olp.adamw(1e-3, mu="float32", nu="float32")
     rng = np.random.default_rng(0)
-    values = np.square(rng.normal(size=2**16)).astype(np.float32)
-    self._values = np.resize(values, self.largest)
+    self._values = np.square(rng.normal(size=2**16)).astype(np.float32)
+    self._repeated: dict[Any, np.ndarray] = {}  # to the largest leaf's size, by dtype
 
   def host(self, x: Any) -> np.ndarray:
-    """Positive values of a shape and dtype, for which float32 needs no memory of its own."""
-    flat = self._values[: math.prod(x.shape)]
-    if jnp.issubdtype(x.dtype, jnp.integer):
-      return np.full(x.shape, STEP if x.shape == () else 3, x.dtype)
-    return flat.reshape(x.shape).astype(x.dtype, copy=False)
+    """Positive values of a shape and dtype; arrays of one dtype share their memory."""
+    dtype = jnp.dtype(x.dtype)
+    if x.shape == ():
+      return np.full((), STEP, dtype)
+    if dtype not in self._repeated:
+      self._repeated[dtype] = np.resize(self._values.astype(dtype), self.largest)
+    return self._repeated[dtype][: math.prod(x.shape)].reshape(x.shape)
 
   def put(self, tree: Tree) -> Tree:
     """Arrays on the device, one after the other."""

@@ -82,8 +82,8 @@ def _update_jit(x: Array, piece: Array, starts: Any) -> Array:
   # As integers: on CPUs XLA takes every float8 of the whole array through float16 otherwise.
   if x.dtype.itemsize > 1:
     return lax.dynamic_update_slice(x, piece, tuple(starts))
-  bits = [lax.bitcast_convert_type(y, jnp.uint8) for y in (x, piece)]
-  return lax.bitcast_convert_type(lax.dynamic_update_slice(*bits, tuple(starts)), x.dtype)
+  bits, piece_bits = (lax.bitcast_convert_type(y, jnp.uint8) for y in (x, piece))
+  return lax.bitcast_convert_type(lax.dynamic_update_slice(bits, piece_bits, tuple(starts)), x.dtype)
 
 
 def _starts(index: Index) -> np.ndarray:
