@@ -11,6 +11,8 @@ would hide the peak.
 
 import argparse
 from collections.abc import Callable, Iterator
+import concurrent.futures
+import contextlib
 import json
 import math
 import os
@@ -245,6 +247,7 @@ def main() -> None:
                       help="restore needs manager before it")  # fmt: skip
   parser.add_argument("--out", default=None, help="folder of the result file")
   parser.add_argument("--directory", default=None, help="where checkpoints of some GiB are written for the time being")
+  parser.add_argument("--jobs", type=int, default=1, help="operations at a time: each has its own process and figures")
   parser.add_argument("--child", choices=list(OPERATIONS), help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child:
@@ -252,18 +255,28 @@ def main() -> None:
     return
   rows, failed = [], []
   largest = max(math.prod(s) for s in trees.TREES[args.tree]())
-  for formats in args.formats:
-    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-      for operation in args.operations:
-        try:
-          row = run_child(args, formats, operation, directory)
-          rows.append(judge(row, largest) if "peak" in row else row)
-          print(json.dumps(rows[-1]), flush=True)
-        except RuntimeError as e:
-          failed.append(str(e))
-          print(e, flush=True)
-        if operation == "save":  # the disk need not hold two
-          shutil.rmtree(os.path.join(directory, "saved"), ignore_errors=True)
+
+  def run(formats: str, operations: list[str], directory: str) -> None:
+    for operation in operations:
+      try:
+        row = run_child(args, formats, operation, directory)
+        rows.append(judge(row, largest) if "peak" in row else row)
+        print(json.dumps(rows[-1]), flush=True)
+      except RuntimeError as e:
+        failed.append(f"{formats}, {operation}: {e}")
+        print(failed[-1], flush=True)
+    if "save" in operations:  # the disk need not hold it beside the manager's
+      shutil.rmtree(os.path.join(directory, "saved"), ignore_errors=True)
+
+  with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+    for formats in args.formats:
+      directory = stack.enter_context(tempfile.TemporaryDirectory(dir=args.directory))
+      after_another = [o for o in ("manager", "restore") if o in args.operations]
+      alone = [[o] for o in args.operations if o not in after_another]
+      for operations in [*([after_another] if after_another else []), *alone]:
+        pool.submit(run, formats, operations, directory)
+    pool.shutdown(wait=True)  # before the directories go
+  rows.sort(key=lambda row: (row["formats"], list(OPERATIONS).index(row["operation"])))
   columns = ["formats", "operation", "live_before", "live_after", "peak_before", "peak", "over", "within_largest_leaf",
              "seconds"]  # fmt: skip
   print(common.table(rows, columns))

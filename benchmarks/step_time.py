@@ -90,6 +90,11 @@ def step_function(row: Row) -> tuple[Callable[..., Any], Callable[..., Any]]:
   return tx.init, chain
 
 
+def addresses(tree: Any) -> list[int]:
+  """Where the arrays lie that hold something."""
+  return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.size]
+
+
 def measure(row: Row, shapes: list[tuple[int, ...]], steps: int, repeats: int) -> dict[str, Any]:
   init, step = step_function(row)
   params = random_tree(shapes, row.params, 0)
@@ -103,12 +108,14 @@ def measure(row: Row, shapes: list[tuple[int, ...]], steps: int, repeats: int) -
   compile_time = time.perf_counter() - start
   carry = [params, state]
   del params, state
+  before = addresses(carry)
 
   def run() -> Any:
     carry[:] = compiled(*carry, grads)
     return carry
 
   jax.block_until_ready(run())
+  in_place = addresses(carry) == before
   seconds, spread = common.median_time(run, repeats)
   analysis = compiled.memory_analysis()
   n = trees.count(shapes)
@@ -119,6 +126,7 @@ def measure(row: Row, shapes: list[tuple[int, ...]], steps: int, repeats: int) -
       "state_bytes_per_param": round(size / n, 3),
       "moved_bytes_per_param": round(bytes_moved / n, 3),
       "GB/s": round(bytes_moved * steps / seconds / 1e9, 1),
+      "in_place": in_place,
       "temp_MB": round(analysis.temp_size_in_bytes / 1e6, 3),
       "compile_s": round(compile_time, 2),
   }
@@ -176,7 +184,7 @@ def main() -> None:
     record = {"tree": args.tree, "ceiling_GB/s": round(top, 1), "kernel": kernel, "steps": args.steps}
     # After each row: a run that is cut short keeps what it measured.
     path = common.write(f"step_time_{args.tree}_{jax.default_backend()}", {**record, "results": results}, args.out)
-  print(common.table(results, ["row", "ms", "of_optax_f32", "GB/s", "of_ceiling", "temp_MB", "compile_s", "error"]))
+  print(common.table(results, ["row", "ms", "of_optax_f32", "GB/s", "of_ceiling", "in_place", "temp_MB", "compile_s", "error"]))
   print(f"written to {path.name}")
 
 
