@@ -28,7 +28,14 @@
 namespace optax_lowprec {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
+// Thread blocks of a multiprocessor. Those of the specialised kernels have 64 registers a thread: they hide the memory's
+// latency best (measured on an H200 against 80 and 51 registers, 256 threads, and copies to shared memory ahead of use).
+#ifndef OLP_BLOCKS
+#define OLP_BLOCKS 8
+#endif
+constexpr int kResident = OLP_BLOCKS;
+constexpr int kResidentAny = 4;
 constexpr int kWarp = 32;
 constexpr int kBlockLength = 128;  // of the specialised kernels
 constexpr int kVector = 8;
@@ -46,21 +53,20 @@ struct DeviceLeaf : Leaf {
 
 // What one launch works on, passed as a kernel parameter.
 constexpr int kMaxLeaves = 100;
+constexpr int kShares = 64;
 struct Table {
   int leaf_count;
-  uint32_t start[kMaxLeaves + 1];  // the first thread block of each leaf
+  int shift;                       // a share is 2^shift thread blocks
+  uint8_t first_leaf[kShares];     // the leaf of each share's first thread block
+  uint32_t start[kMaxLeaves + 1];  // the first thread block of each leaf, and the number of thread blocks
   DeviceLeaf leaf[kMaxLeaves];
 };
 static_assert(sizeof(Table) <= 32000, "kernel parameters are limited to 32764 bytes");
 
 __device__ __forceinline__ int FindLeaf(const Table& table, uint32_t thread_block) {
-  int low = 0;
-  int high = table.leaf_count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (table.start[middle] <= thread_block ? low : high) = middle;
-  }
-  return low;
+  int leaf = table.first_leaf[thread_block >> table.shift];
+  while (table.start[leaf + 1] <= thread_block) ++leaf;
+  return leaf;
 }
 
 // XLA's buffers are aligned; four loads instead of thirteen.
@@ -90,7 +96,6 @@ struct VectorAccess {
   static constexpr int kV = kVector;
   int64_t first;
   bool any;
-  bool paired;  // all lanes of the warp have elements, and those of lanes 2i and 2i + 1 follow each other
 
   __device__ int64_t element(int k) const { return first + k; }
   __device__ bool has(int) const { return any; }
@@ -104,32 +109,9 @@ struct VectorAccess {
     } else if constexpr (kBytes == 2) {
       *reinterpret_cast<uint4*>(x.w) = __ldcs(reinterpret_cast<const uint4*>(p));
     } else {
-      const uint4* wide = reinterpret_cast<const uint4*>(p);
-      reinterpret_cast<uint4*>(x.w)[0] = __ldcs(LowHalf(wide));
-      reinterpret_cast<uint4*>(x.w)[1] = __ldcs(HighHalf(wide));
+      reinterpret_cast<uint4*>(x.w)[0] = __ldcs(reinterpret_cast<const uint4*>(p));
+      reinterpret_cast<uint4*>(x.w)[1] = __ldcs(reinterpret_cast<const uint4*>(p) + 1);
     }
-  }
-
-  // 32 bytes a lane. Moving them one half after the other would touch each sector of the L2 cache twice. So of the two
-  // moves of lanes 2i and 2i + 1 the first is the sector of the one, the second that of the other, half by each lane;
-  // and the lanes exchange what is the other's, after loading and before storing.
-  template <typename T>
-  __device__ T* LowHalf(T* p) const {
-    return paired && threadIdx.x % 2 ? p - 1 : p;
-  }
-  template <typename T>
-  __device__ T* HighHalf(T* p) const {
-    return paired && threadIdx.x % 2 == 0 ? p + 2 : p + 1;
-  }
-  __device__ void Exchange(Words<kV>& x) const {
-    if (!paired) return;
-    const bool odd = threadIdx.x % 2;
-    uint4& low = reinterpret_cast<uint4*>(x.w)[0];
-    uint4& high = reinterpret_cast<uint4*>(x.w)[1];
-    const uint4 give = odd ? low : high;
-    const uint4 take = {__shfl_xor_sync(kAllLanes, give.x, 1), __shfl_xor_sync(kAllLanes, give.y, 1),
-                        __shfl_xor_sync(kAllLanes, give.z, 1), __shfl_xor_sync(kAllLanes, give.w, 1)};
-    (odd ? low : high) = take;
   }
 
   template <int kBytes>
@@ -141,11 +123,8 @@ struct VectorAccess {
     } else if constexpr (kBytes == 2) {
       __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(x.w));
     } else {
-      Words<kV> mixed = x;
-      Exchange(mixed);
-      uint4* wide = reinterpret_cast<uint4*>(p);
-      __stcs(LowHalf(wide), reinterpret_cast<const uint4*>(mixed.w)[0]);
-      __stcs(HighHalf(wide), reinterpret_cast<const uint4*>(mixed.w)[1]);
+      __stcs(reinterpret_cast<uint4*>(p), reinterpret_cast<const uint4*>(x.w)[0]);
+      __stcs(reinterpret_cast<uint4*>(p) + 1, reinterpret_cast<const uint4*>(x.w)[1]);
     }
   }
 };
@@ -157,7 +136,6 @@ struct StridedAccess {
   int64_t count;
 
   __device__ int64_t element(int k) const { return first + k * kWarp; }
-  __device__ void Exchange(Words<kV>&) const {}
   __device__ bool has(int k) const { return k * kWarp < count; }
 
   template <int kBytes>
@@ -214,12 +192,15 @@ __device__ __forceinline__ void StoreWords(const Access& at, DType d, void* to, 
   }
 }
 
-// The code of element k among packed ones, and its place.
+// Puts the code of element k among packed ones. Every index is a constant once loops are unrolled: an array with others
+// lives in memory.
 template <int V>
 __device__ __forceinline__ void Insert(DType d, Words<V>& x, int k, uint32_t code) {
-  const int per_word = 4 / Bytes(d);
-  const int shift = 32 / per_word * (k % per_word);
-  x.w[k / per_word] |= per_word == 1 ? code : (code & (0xFFFFFFFFu >> (32 - 32 / per_word))) << shift;
+  switch (Bytes(d)) {
+    case 1: x.w[k / 4] |= (code & 0xFFu) << (8 * (k % 4)); break;
+    case 2: x.w[k / 2] |= (code & 0xFFFFu) << (16 * (k % 2)); break;
+    default: x.w[k] |= code;
+  }
 }
 
 // --- quick codecs, for finite values --------------------------------------------------------------------------------
@@ -303,13 +284,17 @@ __device__ __forceinline__ Words<V> CastWords(DType d, const float (&x)[V]) {
   return out;
 }
 
-// A finite value with 16 bits of noise below float8_e4m3fn's last place, cut off: the conversion is then exact.
+// A finite value with 16 bits of noise below float8_e4m3fn's last place, cut off: the conversion is then exact. The first
+// is for values that are normal as such, and for zeros.
+__device__ __forceinline__ float DitheredNormal(float x, uint32_t noise16) {
+  return __uint_as_float((__float_as_uint(x) + (noise16 << 4)) & 0xFFF00000u);
+}
 __device__ __forceinline__ float Dithered(float x, uint32_t noise16) {
   const uint32_t noise = noise16 << 4;
   const float min_normal = 0x1p-6f;
-  const uint32_t normal = (__float_as_uint(x) + noise) & 0xFFF00000u;
+  const float normal = DitheredNormal(x, noise16);
   const float small = __uint_as_float((__float_as_uint(fabsf(x) + min_normal) + noise) & 0xFFF00000u) - min_normal;
-  return fabsf(x) < min_normal ? copysignf(small, x) : __uint_as_float(normal);
+  return fabsf(x) < min_normal ? copysignf(small, x) : normal;
 }
 
 // --- quick maths ----------------------------------------------------------------------------------------------------
@@ -341,12 +326,13 @@ __device__ __forceinline__ float QuickSqrt(float x) {
   return fmaf(fmaf(-root, root, x), 0.5f * y, root);
 }
 
-// The correctly rounded quotient for a positive divisor, likewise; see Quick for the ranges. The sign is for zeros.
+// The correctly rounded quotient for a positive divisor, likewise; see Quick for the ranges. The signs are such that a
+// zero keeps its own.
 __device__ __forceinline__ float QuickDivide(float a, float b) {
   float y = ApproximateReciprocal(b);
   y = fmaf(y, fmaf(-b, y, 1.0f), y);
   const float q = a * y;
-  return copysignf(fmaf(y, fmaf(-b, q, a), q), a);
+  return fmaf(-y, fmaf(b, q, -a), q);
 }
 
 // The scale of a block of a saturating format: its reciprocal needs no care, being a normal number.
@@ -390,11 +376,10 @@ __device__ __forceinline__ Words<V> Opaque(Words<V> x) {
 constexpr int kAny = -1;
 
 // The formats a kernel is compiled for; kAny reads them from the leaf. Specialised kernels write updates in the
-// parameter's dtype, have blocks for every float8 and float16 part and none for others; only moments are stochastic.
-template <int kG, int kP, int kMuType, int kNuType, int kNuRoot, int kMasterType, bool kStochastic>
+// parameter's dtype, have blocks for every float8 and float16 part and none for others; only float8 moments may be stochastic.
+template <int kG, int kP, int kMuType, int kNuType, int kNuRoot, int kMasterType>
 struct Formats {
   static constexpr bool kRunTime = kG == kAny;
-  static constexpr bool kDithers = kStochastic;
 
   __device__ static DType g(const Leaf& leaf) { return kRunTime ? leaf.g_dtype : static_cast<DType>(kG); }
   __device__ static DType p(const Leaf& leaf) { return kRunTime ? leaf.p_dtype : static_cast<DType>(kP); }
@@ -408,21 +393,21 @@ struct Formats {
     const DType d = part(leaf, k);
     return d == kE4M3 || d == kF16 ? kBlock : kUnscaled;
   }
+  __device__ static bool directional(const Leaf& leaf) { return kRunTime && (leaf.flags & kDirection); }
   __device__ static bool nu_root(const Leaf& leaf) { return kRunTime ? leaf.part[kNu].sqrt : kNuRoot != 0; }
   __device__ static bool stochastic(const Leaf& leaf, int k) {
-    return kRunTime ? leaf.part[k].stochastic : kStochastic && k != kMaster;
+    return (kRunTime || (k != kMaster && part(leaf, k) == kE4M3)) && leaf.part[k].stochastic;
   }
   static bool Fits(const Leaf& leaf) {
     if (kRunTime) return true;
-    const auto part_fits = [&](int k, int d, bool dithered) {
+    const auto part_fits = [&](int k, int d) {
       const Part& part = leaf.part[k];
-      return int{part.dtype} == d && part.stochastic == dithered &&
+      return int{part.dtype} == d && (!part.stochastic || (k != kMaster && d == kE4M3)) &&
              part.scaling == (d == kE4M3 || d == kF16 ? kBlock : kUnscaled);
     };
     return !(leaf.flags & kDirection) && int{leaf.g_dtype} == kG && int{leaf.p_dtype} == kP &&
            int{leaf.out_dtype} == kP &&
-           part_fits(kMu, kMuType, kStochastic) && part_fits(kNu, kNuType, kStochastic) &&
-           part_fits(kMaster, kMasterType, false) && leaf.part[kNu].sqrt == (kNuRoot != 0);
+           part_fits(kMu, kMuType) && part_fits(kNu, kNuType) && part_fits(kMaster, kMasterType) && leaf.part[kNu].sqrt == (kNuRoot != 0);
   }
 };
 
@@ -432,12 +417,12 @@ __device__ __forceinline__ uint32_t RandomBits(const Leaf& leaf, const Hyper* wo
 
 __device__ __noinline__ uint32_t ExactCode(const Leaf& leaf, const Hyper* words, int k, float source, float inverse,
                                           int64_t i) {
-  return EncodePart(leaf.part[k], k, source, inverse, RandomBits(leaf, words, i));
+  return EncodePart(leaf.part[k], k, source, inverse, RandomBits(leaf, words, i), words->phase);
 }
 
 __device__ __noinline__ Remainder ExactRemainder(const Leaf& leaf, const Hyper* words, float master, int64_t i) {
   const Part& part = leaf.part[kMaster];
-  const uint32_t noise16 = Noise16(kMaster, RandomBits(leaf, words, i));
+  const uint32_t noise16 = Noise16(kMaster, RandomBits(leaf, words, i), words->phase);
   return EncodeRemainder(master, leaf.p_dtype, RemainderBits(part.dtype), part.stochastic, noise16);
 }
 
@@ -517,51 +502,243 @@ __device__ __noinline__ void ExactBlocks(const DeviceLeaf& leaf, const Hyper* wo
   }
 }
 
-// Steps a thread's elements of one block; `lanes` threads share the block, this is number `lane` of them.
-template <typename F, typename Access>
-__device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* words, const float* absmax,
-                                          const Access& at, int64_t block, int lane, int lanes) {
-  constexpr int V = Access::kV;
-  const Hyper h = ReadHyper(words);
-  const uint32_t flags = leaf.flags;
-  const bool fused = flags & kFused;
-  const DType master_type = F::part(leaf, kMaster);
-  const bool remainder = IsRemainder(master_type);
-  // Beside a float master, the old parameter counts only for the difference to the new one.
-  const bool needs_param = flags & kDirection ? false : master_type == kAbsent || remainder || !fused;
-
-  Words<V> g_words = LoadWords(at, F::g(leaf), leaf.g);
-  Words<V> p_words = needs_param ? LoadWords(at, F::p(leaf), leaf.p) : Words<V>{};
-  Words<V> mu_words = LoadWords(at, F::part(leaf, kMu), leaf.part[kMu].in);
-  Words<V> nu_words = LoadWords(at, F::part(leaf, kNu), leaf.part[kNu].in);
-  Words<V> master_words = LoadWords(at, master_type, leaf.part[kMaster].in);
-  const bool exists = at.has(0);
+// What a thread reads of a block.
+template <int V>
+struct Inputs {
+  Words<V> g, p, mu, nu, master;
   float scale[kParts];
+};
+
+// What a kernel does with a leaf: steps it, or measures the parts that have a scale for the whole tensor.
+enum Task { kStep, kMeasure };
+
+// Whether there is a master to step, which may be the parameter.
+template <typename F, Task kTask>
+__device__ __forceinline__ bool StepsMaster(const Leaf& leaf) {
+  if (kTask == kMeasure && leaf.part[kMaster].scaling != kTensor) return false;
+  return !F::directional(leaf);
+}
+
+// Beside a float master, the old parameter counts only for the difference to the new one.
+template <typename F, Task kTask>
+__device__ __forceinline__ bool NeedsParam(const Leaf& leaf) {
+  const DType master = F::part(leaf, kMaster);
+  if (!StepsMaster<F, kTask>(leaf) || kTask == kMeasure) return false;
+  return master == kAbsent || IsRemainder(master) || !(leaf.flags & kFused);
+}
+
+template <typename F>
+__device__ __forceinline__ void LoadScales(const Leaf& leaf, int64_t block, bool exists, float (&scale)[kParts]) {
 #pragma unroll
   for (int k = 0; k < kParts; ++k) {
     const Scaling scaling = F::scaling(leaf, k);
     scale[k] = scaling == kUnscaled || !exists ? 1.0f : leaf.part[k].scale_in[scaling == kBlock ? block : 0];
   }
+}
 
-  // Only now, with all loads under way.
-  if (F::g(leaf) == kF32) at.Exchange(g_words);
-  if (F::p(leaf) == kF32 && needs_param) at.Exchange(p_words);
-  if (F::part(leaf, kMu) == kF32) at.Exchange(mu_words);
-  if (F::part(leaf, kNu) == kF32) at.Exchange(nu_words);
-  if (master_type == kF32) at.Exchange(master_words);
+template <typename F, Task kTask, typename Access>
+__device__ __forceinline__ Inputs<Access::kV> LoadInputs(const Leaf& leaf, const Access& at, int64_t block) {
+  Inputs<Access::kV> x;
+  x.g = LoadWords(at, F::g(leaf), leaf.g);
+  x.p = NeedsParam<F, kTask>(leaf) ? LoadWords(at, F::p(leaf), leaf.p) : Words<Access::kV>{};
+  x.mu = LoadWords(at, F::part(leaf, kMu), leaf.part[kMu].in);
+  x.nu = LoadWords(at, F::part(leaf, kNu), leaf.part[kNu].in);
+  x.master = kTask == kStep || StepsMaster<F, kTask>(leaf)
+                 ? LoadWords(at, F::part(leaf, kMaster), leaf.part[kMaster].in)
+                 : Words<Access::kV>{};
+  LoadScales<F>(leaf, block, at.has(0), x.scale);
+  return x;
+}
+
+// Takes note of a warp's largest magnitudes. The same in every lane, they compare as integers.
+__device__ __forceinline__ void Measured(const Leaf& leaf, const float* absmax, const float (&region_max)[kParts]) {
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) {
+    if (leaf.part[k].scaling != kTensor) continue;
+    const int warp_max = __float_as_int(GroupMax(region_max[k], kWarp));
+    int* const largest = reinterpret_cast<int*>(const_cast<float*>(absmax)) + kParts * leaf.slot + k;
+    // Seldom more than what was found so far: that can be read by all at once, unlike the maximum be updated.
+    if (threadIdx.x % kWarp == 0 && warp_max > __ldcg(largest)) atomicMax(largest, warp_max);
+  }
+}
+
+__device__ __forceinline__ void MeasureElement(const Leaf& leaf, const Hyper& h, int64_t i, float (&region_max)[kParts]) {
+  const Element e = StepElement(leaf, h, i);
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) {
+    region_max[k] = fmaxf(region_max[k], Float(FiniteMagnitude(SourceOf(leaf, k, e))));
+  }
+}
+
+__device__ __noinline__ void MeasureBlocks(const DeviceLeaf& leaf, const Hyper* words, const float* absmax, int64_t block,
+                                           int count) {
+  const Hyper h = ReadHyper(words);
+  float region_max[kParts] = {};
+  for (const int64_t end = min(block + count, leaf.block_count); block < end; ++block) {
+    const Extent extent = ExtentOf(leaf, block);
+    const int64_t last = extent.first + extent.length;
+    for (int64_t i = extent.first + threadIdx.x % kWarp; i < last; i += kWarp) MeasureElement(leaf, h, i, region_max);
+  }
+  Measured(leaf, absmax, region_max);
+}
+
+// threadIdx.x, read anew: keeping what follows from it would cost registers that the step needs.
+__device__ __forceinline__ int Thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// What a thread computed of a block. `stored` is what nu stores.
+template <int V>
+struct Outputs {
+  const float (&mu)[V];
+  const float (&stored)[V];
+  const float (&w)[V];
+  const float (&update)[V];
+};
+
+// Encodes and writes the new state and the result, where the quick maths hold.
+template <typename F, typename Access>
+__device__ __forceinline__ void StoreBlock(const DeviceLeaf& leaf, const Hyper* words, const Hyper& h,
+                                           const float* absmax, const Access& at, const Words<Access::kV>& p_words,
+                                           const Outputs<Access::kV>& of, const float (&region_max)[kParts],
+                                           const Quick& quick, int64_t first_block, int lanes) {
+  constexpr int V = Access::kV;
+  const bool fused = leaf.flags & kFused;
+  const DType master_type = F::part(leaf, kMaster);
+  const bool remainder = IsRemainder(master_type);
+  const bool exists = at.has(0);
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) {
+    const DType d = F::part(leaf, k);
+    if (d == kAbsent || IsRemainder(d)) continue;
+    const Scaling scaling = F::scaling(leaf, k);
+    Scale s = {1.0f, 1.0f};
+    if (scaling == kBlock) {
+      s = QuickScale(GroupMax(region_max[k], lanes), SpecOf(d));
+      if (exists && Thread() % lanes == 0) leaf.part[k].scale_out[first_block + Thread() / lanes] = s.scale;
+    } else if (scaling == kTensor) {
+      s = ScaleOf(AbsmaxOf(absmax, leaf, k), SpecOf(d));
+    }
+    const float(&source)[V] = k == kMu ? of.mu : k == kNu ? of.stored : of.w;
+    const bool dithers = F::stochastic(leaf, k);
+    Words<V> codes = {};
+    if (F::kRunTime && (dithers || (k == kNu && !Saturates(SpecOf(d)) && scaling != kUnscaled))) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) Insert(d, codes, i, ExactCode(leaf, words, k, source[i], s.inverse, at.element(i)));
+    } else {
+      float x[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) x[i] = scaling == kUnscaled ? source[i] : source[i] * s.inverse;
+      bool tiny = true;
+      if (k == kNu && Saturates(SpecOf(d))) {
+        const float min_nu = __uint_as_float(quick.min_radicand + 1u);
+        const float min_stored = F::nu_root(leaf) ? min_nu * ApproximateRsqrt(fmaxf(min_nu, kMinRadicand)) : min_nu;
+        tiny = min_stored * s.inverse < 1.01f * Float(PowerBits(SpecOf(d).min_exponent));
+        if (tiny) {
+          // A positive value is never stored as 0. Rarely is one so small.
+          const float least = Float(PowerBits(MinPositiveExponent(SpecOf(d))));
+#pragma unroll
+          for (int i = 0; i < V; ++i) x[i] = source[i] > 0.0f ? fmaxf(x[i], least) : x[i];
+        }
+      }
+      if (!F::kRunTime && dithers) {
+        const uint32_t key = LeafKey(h.key, leaf.index);
+        const uint32_t position = Position(leaf.layout, at.first);  // a block lies within a run
+        uint32_t noise[V];
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+          const uint32_t bits = PositionBits(key, position + static_cast<uint32_t>(at.element(i) - at.first));
+          noise[i] = Noise16(k, bits, h.phase);
+        }
+        if (tiny) {
+#pragma unroll
+          for (int i = 0; i < V; ++i) x[i] = Dithered(x[i], noise[i]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < V; ++i) x[i] = DitheredNormal(x[i], noise[i]);
+        }
+      }
+      codes = EncodeWords(d, x);
+    }
+    StoreWords(at, d, leaf.part[k].out, codes);
+  }
+
+  Words<V> result;
+  if (master_type == kAbsent) {
+    float x[V];  // not `fused ? of.w : of.update`: arrays that are chosen between live in memory
+#pragma unroll
+    for (int k = 0; k < V; ++k) x[k] = fused ? of.w[k] : of.update[k];
+    result = CastWords(F::out(leaf), x);
+  } else {
+    const DType p_type = F::p(leaf);
+    Words<V> param = {};
+    if (remainder) {
+      const bool wide = master_type == kRemainder16;
+      Words<V> rest = {};
+      if (F::kRunTime && (p_type == kF16 || F::stochastic(leaf, kMaster))) {
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+          const Remainder r = ExactRemainder(leaf, words, of.w[k], at.element(k));
+          Insert(p_type, param, k, r.param);
+          Insert(master_type, rest, k, static_cast<uint32_t>(r.rest));
+        }
+      } else {
+        // The bits of the master are those of the parameter and the remainder, but for what rounding carries.
+#pragma unroll
+        for (int k = 0; k < V; k += 2) {
+          const uint32_t low = __float_as_uint(of.w[k]) + (wide ? 0u : 0x80u);
+          const uint32_t high = __float_as_uint(of.w[k + 1]) + (wide ? 0u : 0x80u);
+          param.w[k / 2] = __byte_perm(low + 0x8000u, high + 0x8000u, 0x7632);
+          if (wide) {
+            rest.w[k / 2] = __byte_perm(low, high, 0x5410);
+          } else {
+            rest.w[k / 4] |= (__byte_perm(low, high, 0x0051) & 0xFFFFu) << (8 * (k % 4));
+          }
+        }
+      }
+      StoreWords(at, master_type, leaf.part[kMaster].out, rest);
+    } else {
+      param = CastWords(p_type, of.w);
+    }
+    if (fused) {
+      result = param;
+    } else {
+      float x[V], p[V];
+      DecodeWords(p_type, param, x);
+      DecodeWords(p_type, Opaque(p_words), p);
+#pragma unroll
+      for (int k = 0; k < V; ++k) x[k] = x[k] - p[k];
+      result = CastWords(F::out(leaf), x);
+    }
+  }
+  StoreWords(at, fused ? F::p(leaf) : F::out(leaf), leaf.out, result);
+}
+
+// Steps a thread's elements of one block; `lanes` threads share the block, and the first ones of the thread block have
+// the leaf's block `first_block`.
+template <typename F, Task kTask, typename Access>
+__device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* words, const Hyper& h,
+                                          const float* absmax, const Access& at, const Inputs<Access::kV>& in,
+                                          int64_t first_block, int lanes) {
+  constexpr int V = Access::kV;
+  const uint32_t flags = leaf.flags;
+  const DType master_type = F::part(leaf, kMaster);
+  const bool remainder = IsRemainder(master_type);
 
   float mu[V], nu[V], stored[V], w[V], update[V];
   Quick quick;
   {
     float g[V], numerator[V], denominator[V];
-    DecodeWords(F::g(leaf), g_words, g);
-    DecodeWords(F::part(leaf, kMu), mu_words, mu);
-    DecodeWords(F::part(leaf, kNu), nu_words, nu);
+    DecodeWords(F::g(leaf), in.g, g);
+    DecodeWords(F::part(leaf, kMu), in.mu, mu);
+    DecodeWords(F::part(leaf, kNu), in.nu, nu);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       g[k] = g[k] * h.grad_scale;
-      mu[k] = StepMu(h, g[k], mu[k] * scale[kMu]);
-      const float old = nu[k] * scale[kNu];
+      mu[k] = StepMu(h, g[k], mu[k] * in.scale[kMu]);
+      const float old = nu[k] * in.scale[kNu];
       nu[k] = StepNu(h, g[k], F::nu_root(leaf) ? old * old : old);
       quick.Radicand(nu[k]);
       const float root = QuickSqrt(nu[k]);
@@ -606,18 +783,18 @@ __device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* w
     }
   }
 
-  if (flags & kDirection) {
+  if (!StepsMaster<F, kTask>(leaf)) {
 #pragma unroll
     for (int k = 0; k < V; ++k) w[k] = 0.0f;
   } else {
     float p[V];
-    DecodeWords(F::p(leaf), p_words, p);
+    DecodeWords(F::p(leaf), in.p, p);
     if (remainder) {
       const bool wide = master_type == kRemainder16;
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        const int32_t rest = wide ? static_cast<int16_t>(master_words.w[k / 2] >> (16 * (k % 2)))
-                                  : static_cast<int8_t>(master_words.w[k / 4] >> (8 * (k % 4)));
+        const int32_t rest = wide ? static_cast<int16_t>(in.master.w[k / 2] >> (16 * (k % 2)))
+                                  : static_cast<int8_t>(in.master.w[k / 4] >> (8 * (k % 4)));
         if (F::kRunTime && F::p(leaf) == kF16) {
           w[k] = DecodeRemainder(p[k], rest, kF16, wide ? 16 : 8);
         } else {
@@ -626,9 +803,9 @@ __device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* w
         }
       }
     } else if (master_type != kAbsent) {
-      DecodeWords(master_type, master_words, w);
+      DecodeWords(master_type, in.master, w);
 #pragma unroll
-      for (int k = 0; k < V; ++k) w[k] = w[k] * scale[kMaster];
+      for (int k = 0; k < V; ++k) w[k] = w[k] * in.scale[kMaster];
     } else {
 #pragma unroll
       for (int k = 0; k < V; ++k) w[k] = p[k];
@@ -643,111 +820,22 @@ __device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* w
     }
   }
 
-  if (__any_sync(kAllLanes, !quick.Holds())) {
-    return ExactBlocks(leaf, words, absmax, block - threadIdx.x % kWarp / lanes, kWarp / lanes);
+  const bool quick_holds = __all_sync(kAllLanes, quick.Holds());
+  const int64_t warp_block = first_block + Thread() / kWarp * (kWarp / lanes);
+  if (!quick_holds) {
+    if constexpr (kTask == kMeasure) return MeasureBlocks(leaf, words, absmax, warp_block, kWarp / lanes);
+    return ExactBlocks(leaf, words, absmax, warp_block, kWarp / lanes);
   }
   float region_max[kParts] = {quick.max_mu, F::nu_root(leaf) ? quick.max_root : 0.0f, quick.max_master};
   if (!F::nu_root(leaf)) {
 #pragma unroll
     for (int k = 0; k < V; ++k) region_max[kNu] = fmaxf(region_max[kNu], nu[k]);
   }
-
-  uint32_t noise[V];
-  if (F::kDithers) {
-    const uint32_t key = LeafKey(h.key, leaf.index);
-    const uint32_t position = Position(leaf.layout, at.first);  // a block lies within a run
-#pragma unroll
-    for (int k = 0; k < V; ++k) {
-      noise[k] = PositionBits(key, position + static_cast<uint32_t>(at.element(k) - at.first));
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kParts; ++k) {
-    const DType d = F::part(leaf, k);
-    if (d == kAbsent || IsRemainder(d)) continue;
-    const Scaling scaling = F::scaling(leaf, k);
-    Scale s = {1.0f, 1.0f};
-    if (scaling == kBlock) {
-      s = QuickScale(GroupMax(region_max[k], lanes), SpecOf(d));
-      if (lane == 0 && exists) leaf.part[k].scale_out[block] = s.scale;
-    } else if (scaling == kTensor) {
-      s = ScaleOf(AbsmaxOf(absmax, leaf, k), SpecOf(d));
-    }
-    const float(&source)[V] = k == kMu ? mu : k == kNu ? stored : w;
-    const bool dithers = F::stochastic(leaf, k);
-    Words<V> codes = {};
-    if (F::kRunTime && (dithers || (k == kNu && !Saturates(SpecOf(d)) && scaling != kUnscaled))) {
-#pragma unroll
-      for (int i = 0; i < V; ++i) Insert(d, codes, i, ExactCode(leaf, words, k, source[i], s.inverse, at.element(i)));
-    } else {
-      float x[V];
-#pragma unroll
-      for (int i = 0; i < V; ++i) x[i] = scaling == kUnscaled ? source[i] : source[i] * s.inverse;
-      if (k == kNu && Saturates(SpecOf(d))) {
-        // A positive value is never stored as 0. Rarely is one so small.
-        const float least = Float(PowerBits(MinPositiveExponent(SpecOf(d))));
-        const float min_nu = __uint_as_float(quick.min_radicand + 1u);
-        const float min_stored = F::nu_root(leaf) ? min_nu * ApproximateRsqrt(fmaxf(min_nu, kMinRadicand)) : min_nu;
-        if (min_stored * s.inverse < 2.0f * least) {
-#pragma unroll
-          for (int i = 0; i < V; ++i) x[i] = source[i] > 0.0f ? fmaxf(x[i], least) : x[i];
-        }
-      }
-      if (!F::kRunTime && dithers) {
-#pragma unroll
-        for (int i = 0; i < V; ++i) x[i] = Dithered(x[i], Noise16(k, noise[i]));
-      }
-      codes = EncodeWords(d, x);
-    }
-    StoreWords(at, d, leaf.part[k].out, codes);
-  }
-
-  Words<V> result;
-  if (master_type == kAbsent) {
-    result = CastWords(F::out(leaf), fused ? w : update);
+  if constexpr (kTask == kMeasure) {
+    Measured(leaf, absmax, region_max);
   } else {
-    const DType p_type = F::p(leaf);
-    Words<V> param = {};
-    if (remainder) {
-      const bool wide = master_type == kRemainder16;
-      Words<V> rest = {};
-      if (F::kRunTime && (p_type == kF16 || F::stochastic(leaf, kMaster))) {
-#pragma unroll
-        for (int k = 0; k < V; ++k) {
-          const Remainder r = ExactRemainder(leaf, words, w[k], at.element(k));
-          Insert(p_type, param, k, r.param);
-          Insert(master_type, rest, k, static_cast<uint32_t>(r.rest));
-        }
-      } else {
-        // The bits of the master are those of the parameter and the remainder, but for what rounding carries.
-#pragma unroll
-        for (int k = 0; k < V; k += 2) {
-          const uint32_t low = __float_as_uint(w[k]) + (wide ? 0u : 0x80u);
-          const uint32_t high = __float_as_uint(w[k + 1]) + (wide ? 0u : 0x80u);
-          param.w[k / 2] = __byte_perm(low + 0x8000u, high + 0x8000u, 0x7632);
-          if (wide) {
-            rest.w[k / 2] = __byte_perm(low, high, 0x5410);
-          } else {
-            rest.w[k / 4] |= (__byte_perm(low, high, 0x0051) & 0xFFFFu) << (8 * (k % 4));
-          }
-        }
-      }
-      StoreWords(at, master_type, leaf.part[kMaster].out, rest);
-    } else {
-      param = CastWords(p_type, w);
-    }
-    if (fused) {
-      result = param;
-    } else {
-      float x[V], p[V];
-      DecodeWords(p_type, param, x);
-      DecodeWords(p_type, Opaque(p_words), p);
-#pragma unroll
-      for (int k = 0; k < V; ++k) x[k] = x[k] - p[k];
-      result = CastWords(F::out(leaf), x);
-    }
+    StoreBlock<F>(leaf, words, h, absmax, at, in.p, {mu, stored, w, update}, region_max, quick, first_block, lanes);
   }
-  StoreWords(at, fused ? F::p(leaf) : F::out(leaf), leaf.out, result);
 }
 
 // --- skipped steps --------------------------------------------------------------------------------------------------
@@ -787,8 +875,8 @@ __device__ __noinline__ void SkipBlocks(const DeviceLeaf& leaf, int64_t first, i
   SkipElements(leaf, ExtentOf(leaf, first).first, last.first + last.length);
 }
 
-template <typename F>
-__global__ void __launch_bounds__(kThreads, F::kRunTime ? 2 : 4)
+template <typename F, Task kTask>
+__global__ void __launch_bounds__(kThreads, F::kRunTime ? kResidentAny : kResident)
     VectorKernel(const __grid_constant__ Table table, const Hyper* words, const float* absmax) {
   const int index = FindLeaf(table, blockIdx.x);
   const DeviceLeaf& leaf = table.leaf[index];
@@ -796,16 +884,25 @@ __global__ void __launch_bounds__(kThreads, F::kRunTime ? 2 : 4)
   const int blocks = kThreads / lanes;
   const int lane = threadIdx.x % lanes;
   const int64_t first = static_cast<int64_t>(blockIdx.x - table.start[index]) * blocks;
-  if (Skips(leaf, words)) return SkipBlocks(leaf, first, blocks);
+  if (kTask == kStep && Skips(leaf, words)) return SkipBlocks(leaf, first, blocks);
   const int64_t block = first + threadIdx.x / lanes;
-  const Extent extent = ExtentOf(leaf, block);
-  const bool any = block < leaf.block_count && lane * kVector < extent.length;
-  const bool paired = !F::kRunTime && __all_sync(kAllLanes, any);
-  StepBlock<F>(leaf, words, absmax, VectorAccess{extent.first + lane * kVector, any, paired}, block, lane, lanes);
+  Extent extent;
+  if (leaf.row == leaf.size) {
+    extent.first = block * (lanes * kVector);
+    extent.length = leaf.size - extent.first;
+  } else {
+    extent = ExtentOf(leaf, block);
+    if (block >= leaf.block_count) extent.length = 0;
+  }
+  const VectorAccess at = {extent.first + lane * kVector, lane * kVector < extent.length};
+  const Hyper h = ReadHyper(words);
+  const Inputs<kVector> inputs = LoadInputs<F, kTask>(leaf, at, block);
+  __syncwarp();  // all loads are on their way before the first is waited for
+  StepBlock<F, kTask>(leaf, words, h, absmax, at, inputs, first, lanes);
 }
 
 template <typename F>
-__global__ void __launch_bounds__(kThreads, F::kRunTime ? 2 : 4)
+__global__ void __launch_bounds__(kThreads, F::kRunTime ? kResidentAny : kResident)
     StridedKernel(const __grid_constant__ Table table, const Hyper* words, const float* absmax) {
   constexpr int kBlocks = kThreads / kWarp;
   const int index = FindLeaf(table, blockIdx.x);
@@ -816,7 +913,8 @@ __global__ void __launch_bounds__(kThreads, F::kRunTime ? 2 : 4)
   const int64_t block = first + threadIdx.x / kWarp;
   if (block >= leaf.block_count) return;
   const Extent extent = ExtentOf(leaf, block);
-  StepBlock<F>(leaf, words, absmax, StridedAccess{extent.first + lane, extent.length - lane}, block, lane, kWarp);
+  const StridedAccess at = {extent.first + lane, extent.length - lane};
+  StepBlock<F, kStep>(leaf, words, ReadHyper(words), absmax, at, LoadInputs<F, kStep>(leaf, at, block), first, kWarp);
 }
 
 // One thread block for each unit, one part after the other and one warp for each of its blocks. The master comes first
@@ -854,28 +952,15 @@ __global__ void TensorScaleKernel(const __grid_constant__ Table table, const Hyp
 }
 
 __global__ void __launch_bounds__(kThreads)
-    AbsmaxKernel(const __grid_constant__ Table table, const Hyper* words, float* absmax) {
+    AbsmaxKernel(const __grid_constant__ Table table, const Hyper* words, const float* absmax) {
   const int index = FindLeaf(table, blockIdx.x);
   const DeviceLeaf& leaf = table.leaf[index];
   const int64_t first = static_cast<int64_t>(blockIdx.x - table.start[index]) * kAbsmaxElements;
   const int64_t end = min(leaf.size, first + kAbsmaxElements);
   const Hyper h = ReadHyper(words);
   float region_max[kParts] = {};
-  for (int64_t i = first + threadIdx.x; i < end; i += kThreads) {
-    const Element e = StepElement(leaf, h, i);
-#pragma unroll
-    for (int k = 0; k < kParts; ++k) {
-      region_max[k] = fmaxf(region_max[k], Float(FiniteMagnitude(SourceOf(leaf, k, e))));
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kParts; ++k) {
-    const float warp_max = GroupMax(region_max[k], kWarp);
-    // Magnitudes compare as integers.
-    if (leaf.part[k].scaling == kTensor && threadIdx.x % kWarp == 0) {
-      atomicMax(reinterpret_cast<int*>(absmax) + kParts * leaf.slot + k, __float_as_int(warp_max));
-    }
-  }
+  for (int64_t i = first + threadIdx.x; i < end; i += kThreads) MeasureElement(leaf, h, i, region_max);
+  Measured(leaf, absmax, region_max);
 }
 
 // --- which kernel a leaf gets ---------------------------------------------------------------------------------------
@@ -886,35 +971,31 @@ struct Kernel {
   bool (*fits)(const Leaf&);  // whether the leaf has its formats
 };
 
-template <typename F>
+template <typename F, Task kTask = kStep>
 Kernel Vectors() {
-  return {reinterpret_cast<const void*>(&VectorKernel<F>), kThreads, &F::Fits};
+  return {reinterpret_cast<const void*>(&VectorKernel<F, kTask>), kThreads, &F::Fits};
 }
 template <typename F>
 Kernel Strided() {
   return {reinterpret_cast<const void*>(&StridedKernel<F>), kThreads, &F::Fits};
 }
 
-using AnyFormats = Formats<kAny, kAny, kAny, kAny, kAny, kAny, false>;
-template <int kG, int kP, int kMaster, bool kStochastic = false>
-using Moments8 = Formats<kG, kP, kE4M3, kE4M3, true, kMaster, kStochastic>;
+using AnyFormats = Formats<kAny, kAny, kAny, kAny, kAny, kAny>;
 template <int kG, int kP, int kMaster>
-using MomentsMixed = Formats<kG, kP, kE4M3, kF16, false, kMaster, false>;
+using Moments8 = Formats<kG, kP, kE4M3, kE4M3, true, kMaster>;
 template <int kG, int kP, int kMaster>
-using Moments32 = Formats<kG, kP, kF32, kF32, false, kMaster, false>;
+using MomentsMixed = Formats<kG, kP, kE4M3, kF16, false, kMaster>;
+template <int kG, int kP, int kMaster>
+using Moments32 = Formats<kG, kP, kF32, kF32, false, kMaster>;
 
 // The first that fits is taken.
 template <int kG>
 struct Specialised {
-  static inline const Kernel kVectors[14] = {
+  static inline const Kernel kVectors[10] = {
       Vectors<Moments8<kG, kBF16, kRemainder16>>(),
       Vectors<Moments8<kG, kBF16, kRemainder8>>(),
       Vectors<Moments8<kG, kBF16, kF16>>(),
       Vectors<Moments8<kG, kF32, kAbsent>>(),
-      Vectors<Moments8<kG, kBF16, kRemainder16, true>>(),
-      Vectors<Moments8<kG, kBF16, kRemainder8, true>>(),
-      Vectors<Moments8<kG, kBF16, kF16, true>>(),
-      Vectors<Moments8<kG, kF32, kAbsent, true>>(),
       Vectors<MomentsMixed<kG, kBF16, kRemainder16>>(),
       Vectors<MomentsMixed<kG, kBF16, kRemainder8>>(),
       Vectors<MomentsMixed<kG, kBF16, kF16>>(),
@@ -935,12 +1016,14 @@ const Kernel kOthers[] = {
     {reinterpret_cast<const void*>(&GeneralKernel), kGeneralThreads, nullptr},
     {reinterpret_cast<const void*>(&TensorScaleKernel), kThreads, nullptr},
     {reinterpret_cast<const void*>(&AbsmaxKernel), kThreads, nullptr},
+    Vectors<AnyFormats, kMeasure>(),
 };
 const Kernel& kAnyVectors = kOthers[0];
 const Kernel& kAnyStrided = kOthers[1];
 const Kernel& kGeneral = kOthers[2];
 const Kernel& kTensorScales = kOthers[3];
 const Kernel& kAbsmax = kOthers[4];
+const Kernel& kAnyMeasure = kOthers[5];
 
 // --- launches -------------------------------------------------------------------------------------------------------
 
@@ -969,9 +1052,10 @@ const Kernel* FirstFit(const Kernel (&kernels)[N], const Leaf& leaf) {
 }
 
 const Kernel* VectorKernelFor(const DeviceLeaf& leaf) {
+  if (leaf.block_length != kBlockLength) return &kAnyVectors;
   const Kernel* kernel = nullptr;
-  if (leaf.block_length == kBlockLength && leaf.g_dtype == kBF16) kernel = FirstFit(Specialised<kBF16>::kVectors, leaf);
-  if (leaf.block_length == kBlockLength && leaf.g_dtype == kF32) kernel = FirstFit(Specialised<kF32>::kVectors, leaf);
+  if (leaf.g_dtype == kBF16) kernel = FirstFit(Specialised<kBF16>::kVectors, leaf);
+  if (leaf.g_dtype == kF32) kernel = FirstFit(Specialised<kF32>::kVectors, leaf);
   return kernel ? kernel : &kAnyVectors;
 }
 
@@ -987,6 +1071,7 @@ struct Work {
   const Kernel* kernel;
   DeviceLeaf leaf;
   int64_t groups;
+  bool vectors = false;  // whether VectorKernel suits
 };
 
 Work Plan(const Leaf& leaf) {
@@ -1006,9 +1091,10 @@ Work Plan(const Leaf& leaf) {
     work.groups = d.block_count = leaf.size / leaf.row * d.blocks;
     return work;
   }
-  if (d.block_length == 0) d.block_length = kBlockLength;
-  // Rows of whole blocks are as good as one long row.
-  if (leaf.row % d.block_length == 0) {
+  const bool no_blocks = d.block_length == 0;
+  if (no_blocks) d.block_length = kBlockLength;
+  // Rows of whole blocks are as good as one long row, and so are any where nothing has blocks.
+  if (leaf.row % d.block_length == 0 || (no_blocks && leaf.layout.run == 0)) {
     d.row = leaf.size;
     for (Part& part : d.part) part.blocks = part.scaling == kBlock ? leaf.size / part.block : 0;
   }
@@ -1021,6 +1107,7 @@ Work Plan(const Leaf& leaf) {
   if (power && slot >= kVector && slot <= kVector * kWarp && d.row % kVector == 0 && Aligned(leaf)) {
     d.block_length = slot;
     work.kernel = VectorKernelFor(d);
+    work.vectors = true;
     work.groups = CeilDiv(d.block_count, kThreads / (slot / kVector));
   } else if (d.block_length <= kBlockLength) {
     work.kernel = StridedKernelFor(d);
@@ -1053,9 +1140,17 @@ ffi::Error Launch(cudaStream_t stream, std::vector<Work> work, const void* words
       if (table.leaf_count == 0) {
         return ffi::Error::InvalidArgument("optax_lowprec: a leaf has too many blocks for one launch");
       }
+      table.start[table.leaf_count] = static_cast<uint32_t>(thread_blocks);
+      table.shift = 0;
+      while ((thread_blocks - 1) >> table.shift >= kShares) ++table.shift;
+      for (int share = 0, leaf = 0; (static_cast<int64_t>(share) << table.shift) < thread_blocks; ++share) {
+        while (table.start[leaf + 1] <= static_cast<uint32_t>(share) << table.shift) ++leaf;
+        table.first_leaf[share] = static_cast<uint8_t>(leaf);
+      }
       void* arguments[] = {&table, &words, &absmax};
-      const cudaError_t error = cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(thread_blocks)),
-                                                 dim3(kernel.threads), arguments, 0, stream);
+      const cudaError_t error =
+          cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(thread_blocks)), dim3(kernel.threads), arguments,
+                           0, stream);
       if (error != cudaSuccess) return ffi::Error::Internal(std::string("optax_lowprec: ") + cudaGetErrorString(error));
     }
   }
@@ -1090,9 +1185,14 @@ ffi::Error HandleAbsmax(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   }
   std::vector<Work> work;
   for (const Leaf& leaf : frame.leaves()) {
-    if (leaf.size > 0 && HasTensorScale(leaf)) {
-      work.push_back({&kAbsmax, {leaf}, CeilDiv(leaf.size, kAbsmaxElements)});
+    if (leaf.size == 0 || !HasTensorScale(leaf)) continue;
+    Work planned = Plan(leaf);
+    if (planned.vectors) {
+      planned.kernel = &kAnyMeasure;
+    } else {
+      planned = {&kAbsmax, {leaf}, CeilDiv(leaf.size, kAbsmaxElements)};
     }
+    work.push_back(planned);
   }
   return Launch(stream, std::move(work), frame.words(), frame.absmax_out());
 }
