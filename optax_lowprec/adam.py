@@ -517,7 +517,7 @@ def _step(
         nesterov=flags.nesterov,
         grad_scale=scale,
         skip=~finite,
-        key=fmts.step_key(flags.seed, count),
+        key=fmts.noise_key(flags.seed),
         dtype=dtype,
     )
   rows = implementations.tree_step(

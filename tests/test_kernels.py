@@ -88,7 +88,7 @@ def _hypers(n, nesterov=False, eps_root=0.0, skip=False):
       reference.hyperparameters, learning_rate=1e-2, b1=0.9, one_minus_b1=1 - 0.9, b2=0.999, one_minus_b2=1 - 0.999,
       eps=1e-8, eps_root=eps_root, weight_decay=0.1, nesterov=nesterov, grad_scale=1.0, skip=skip,
   ))  # fmt: skip
-  return [make(jnp.int32(t), key=fmts.step_key(3, jnp.int32(t))) for t in range(n)]
+  return [make(jnp.int32(t), key=fmts.noise_key(3)) for t in range(n)]
 
 
 def steps_of(implementation, dtype, formats, fused, n=20, grad_dtype=None, nesterov=False, eps_root=0.0, spoil=None):
