@@ -87,6 +87,8 @@ _DEFAULT_SCALING: dict[str, Scaling] = {
     "float8_e4m3fn": "block",
     "float8_e5m2": "block",
 }
+# Rounded to nearest, their nu stalls at b2 = 0.999: half a code is more than it changes in a step.
+_STOCHASTIC_NU = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _INT_OF_BITS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
@@ -172,6 +174,8 @@ FLOAT32 = StateFormat("float32", scaling=None)
 def canonical_format(spec: Any, part: Part) -> Any:
   """Turns a dtype or name into a ``StateFormat`` and checks that ``part`` can be stored so.
 
+  A name of 8 bits, or bfloat16, for ``nu`` means stochastic rounding; a ``StateFormat`` keeps its own.
+
   Callables, and ``None`` and ``"auto"`` for the master, are returned as they are: they need the leaf.
 
   Raises:
@@ -192,7 +196,8 @@ def canonical_format(spec: Any, part: Part) -> Any:
       raise ValueError(f"{part}: {e}") from None
     # Plain float8 cannot span the range of squared gradients; its square root can.
     transform: Transform = "sqrt" if part == "nu" and name.startswith("float8") else None
-    fmt = StateFormat(name, scaling=_DEFAULT_SCALING.get(name), transform=transform)
+    rounding: Rounding = "stochastic" if part == "nu" and name in _STOCHASTIC_NU else "nearest"
+    fmt = StateFormat(name, scaling=_DEFAULT_SCALING.get(name), transform=transform, rounding=rounding)
   if part != "master" and fmt.is_remainder:
     raise ValueError(f"{part}={fmt.dtype!r}: only the master can be kept as a remainder of the parameter")
   if part != "nu" and fmt.transform == "sqrt":
