@@ -22,6 +22,8 @@ import trees
 
 import optax_lowprec as olp
 
+NEAREST_MU = olp.StateFormat("float8_e4m3fn")
+NEAREST_NU = olp.StateFormat("float8_e4m3fn", transform="sqrt")
 SR_MU = olp.StateFormat("float8_e4m3fn", rounding="stochastic")
 SR_NU = olp.StateFormat("float8_e4m3fn", transform="sqrt", rounding="stochastic")
 TENSOR_NU = olp.StateFormat("float8_e4m3fn", scaling="tensor", transform="sqrt")
@@ -51,6 +53,7 @@ def rows(implementation: str) -> list[Row]:
       Row("f32 fp8/fp8", f32, ours()),
       Row("bf16 f16 master fp8/fp8", bf16, ours(master="float16")),
       Row("bf16 remainder16 fp8/f16", bf16, ours(nu="float16")),
+      Row("bf16 remainder16 fp8/fp8, nearest", bf16, ours(mu=NEAREST_MU, nu=NEAREST_NU)),
       Row("bf16 remainder16 fp8/fp8 stochastic", bf16, ours(mu=SR_MU, nu=SR_NU)),
       Row("bf16 remainder16 e5m2/fp8 (generic kernel)", bf16, ours(mu="float8_e5m2")),
       Row("bf16 remainder16 fp8/fp8 tensor", bf16, ours(mu=olp.StateFormat("float8_e4m3fn", "tensor"), nu=TENSOR_NU)),

@@ -188,8 +188,12 @@ class Phase(NamedTuple):
   b2: float
 
 
-def _stochastic(nu: bool) -> olp.StateFormat:
-  return olp.StateFormat("float8_e4m3fn", transform="sqrt" if nu else None, rounding="stochastic")
+def _both(rounding: Any) -> dict[str, olp.StateFormat]:
+  """The default formats with one rounding: by default mu is rounded to nearest and nu stochastically."""
+  return dict(
+      mu=olp.StateFormat("float8_e4m3fn", rounding=rounding),
+      nu=olp.StateFormat("float8_e4m3fn", transform="sqrt", rounding=rounding),
+  )
 
 
 def _tensor(transform: str | None = None) -> olp.StateFormat:
@@ -199,7 +203,8 @@ def _tensor(transform: str | None = None) -> olp.StateFormat:
 OPTAX = Row("optax f32", F32, None)
 OURS_F32 = Row("ours f32", F32, {})
 OURS_BF16 = Row("ours bf16", BF16, {})
-STOCHASTIC = Row("ours f32, stochastic", F32, dict(mu=_stochastic(False), nu=_stochastic(True)))
+STOCHASTIC = Row("ours f32, stochastic", F32, _both("stochastic"))
+NEAREST = Row("ours f32, nearest", F32, _both("nearest"))
 NO_MASTER = Row("ours bf16, no master", BF16, dict(master=None))
 # Run at seed 0, in this order, after everything else at seed 0.
 VARIANTS = [
@@ -207,6 +212,7 @@ VARIANTS = [
     Row("ours bf16, float16 master", BF16, dict(master="float16")),
     Row("ours f32, fp8 per tensor", F32, dict(mu=_tensor(), nu=_tensor("sqrt"))),
     STOCHASTIC,
+    NEAREST,
     Row("ours f32, float16 nu", F32, dict(nu="float16")),
     Row("ours f32, fp8 per tensor, nu itself", F32, dict(mu=_tensor(), nu=_tensor())),
 ]
@@ -545,7 +551,7 @@ class Benchmark:
     self.write()
 
   def finetune_rows(self) -> list[tuple[Row, int]]:
-    rows = [*((OPTAX, seed) for seed in self.args.seeds), (OURS_F32, 0), (OURS_BF16, 0), (STOCHASTIC, 0)]
+    rows = [*((OPTAX, seed) for seed in self.args.seeds), (OURS_F32, 0), (OURS_BF16, 0), (NEAREST, 0)]
     return [(row, seed) for row, seed in [*rows, (NO_MASTER, 0)] if self.wanted(row)]
 
   def finetune(self) -> None:

@@ -83,7 +83,8 @@ def adamw(
     nesterov: Nesterov momentum.
     mu: how the first moment is stored: a ``StateFormat``, a dtype or its name (with that dtype's default scaling:
       blocks for float8 and float16, none for bfloat16 and float32), or a callable ``(path, leaf) -> one of these``.
-    nu: likewise for the second moment; a float8 dtype or name means its square root.
+    nu: likewise for the second moment; a float8 dtype or name means its square root, and that or bfloat16 means
+      stochastic rounding, without which it would not follow small changes. A ``StateFormat`` is taken as it is.
     master: likewise for the master parameters, or ``None`` (the parameters are the master), ``"remainder16"``,
       ``"remainder8"`` (the bits that rounding to a bfloat16 or float16 parameter dropped), or ``"auto"``: ``None``
       for float32 and ``"remainder16"`` for bfloat16 and float16 parameters.
@@ -517,7 +518,7 @@ def _step(
         nesterov=flags.nesterov,
         grad_scale=scale,
         skip=~finite,
-        key=fmts.step_key(flags.seed, count),
+        key=fmts.noise_key(flags.seed),
         dtype=dtype,
     )
   rows = implementations.tree_step(

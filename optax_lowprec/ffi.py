@@ -116,7 +116,7 @@ def words(hyper: Hyper) -> Array:
   """The scalars of a step as the uint32[16] that the kernels read."""
   floats = jnp.stack([jnp.asarray(x, jnp.float32) for x in hyper[:13]])
   bits = lax.bitcast_convert_type(floats, jnp.uint32)
-  rest = jnp.stack([hyper.skip.astype(jnp.uint32), hyper.key, jnp.zeros((), jnp.uint32)])
+  rest = jnp.stack([hyper.skip.astype(jnp.uint32), hyper.key, hyper.phase])
   return jnp.concatenate([bits, rest])
 
 

@@ -87,6 +87,8 @@ _DEFAULT_SCALING: dict[str, Scaling] = {
     "float8_e4m3fn": "block",
     "float8_e5m2": "block",
 }
+# Rounded to nearest, their nu stalls at b2 = 0.999: half a code is more than it changes in a step.
+_STOCHASTIC_NU = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _INT_OF_BITS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
@@ -118,7 +120,7 @@ class StateFormat:
     block_size: elements of a block.
     transform: ``"sqrt"`` stores the square root; only for ``nu``, whose values are never negative.
     rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased between the two neighbouring codes, with
-      bits hashed from the seed, the step, the leaf and the element's position).
+      bits from the seed, the step, the leaf and the element's position).
 
   Raises:
     ValueError: for an unknown dtype, scaling, transform or rounding, or a block size that is not a positive integer.
@@ -172,6 +174,8 @@ FLOAT32 = StateFormat("float32", scaling=None)
 def canonical_format(spec: Any, part: Part) -> Any:
   """Turns a dtype or name into a ``StateFormat`` and checks that ``part`` can be stored so.
 
+  A name of 8 bits, or bfloat16, for ``nu`` means stochastic rounding; a ``StateFormat`` keeps its own.
+
   Callables, and ``None`` and ``"auto"`` for the master, are returned as they are: they need the leaf.
 
   Raises:
@@ -192,7 +196,8 @@ def canonical_format(spec: Any, part: Part) -> Any:
       raise ValueError(f"{part}: {e}") from None
     # Plain float8 cannot span the range of squared gradients; its square root can.
     transform: Transform = "sqrt" if part == "nu" and name.startswith("float8") else None
-    fmt = StateFormat(name, scaling=_DEFAULT_SCALING.get(name), transform=transform)
+    rounding: Rounding = "stochastic" if part == "nu" and name in _STOCHASTIC_NU else "nearest"
+    fmt = StateFormat(name, scaling=_DEFAULT_SCALING.get(name), transform=transform, rounding=rounding)
   if part != "master" and fmt.is_remainder:
     raise ValueError(f"{part}={fmt.dtype!r}: only the master can be kept as a remainder of the parameter")
   if part != "nu" and fmt.transform == "sqrt":
@@ -296,6 +301,18 @@ def expand_scale(scale: Array, shape: tuple[int, ...], fmt: StateFormat) -> Arra
 
 
 # --- random bits ----------------------------------------------------------------------------------------------------
+#
+# The noise of an element's part in the step after `count` steps is
+#
+#     noise16 = (hash16(seed, leaf, position, part) + phase(count)) mod 2^16
+#     phase   = ((count * 0x9E3779B9) mod 2^32) >> 16,    0x9E3779B9 = 2^32 / golden ratio
+#
+# Within a step it is as random as the hash. Over the steps of one element it is an additive recurrence with the golden
+# ratio (a Kronecker sequence; its discrepancy over n steps is of the order of log(n) / n, that of random numbers of
+# 1 / sqrt(n): L. Kuipers and H. Niederreiter, Uniform Distribution of Sequences, Wiley 1974, chapter 2): rounding errors
+# of successive steps cancel instead of walking. docs/numerics.md has the figures.
+
+_GOLDEN = np.uint32(0x9E3779B9)
 
 
 def mix(x: Array) -> Array:
@@ -307,9 +324,14 @@ def mix(x: Array) -> Array:
   return x ^ (x >> 16)
 
 
-def step_key(seed: int, count: Array) -> Array:
-  """The uint32 that a step's random bits start from."""
-  return mix(mix(jnp.uint32(seed & 0xFFFFFFFF)) + count.astype(jnp.uint32) * np.uint32(0x9E3779B9))
+def noise_key(seed: int) -> Array:
+  """The uint32 that the hashes start from; the same in every step."""
+  return mix(jnp.uint32(seed & 0xFFFFFFFF) + _GOLDEN)
+
+
+def noise_phase(count: Array) -> Array:
+  """What the step after ``count`` steps adds to every hash: the golden ratio's multiples, as 16-bit integers."""
+  return (count.astype(jnp.uint32) * _GOLDEN) >> 16
 
 
 def position_bits(shape: tuple[int, ...], key: Array, leaf: int) -> Array:
@@ -320,20 +342,21 @@ def position_bits(shape: tuple[int, ...], key: Array, leaf: int) -> Array:
     position = position + lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride & 0xFFFFFFFF)
     stride *= shape[axis]
   leaf_key = mix(key + np.uint32((leaf * 0x85EBCA6B) & 0xFFFFFFFF))
-  return mix(position * np.uint32(0x9E3779B9) + leaf_key)
+  return mix(position * _GOLDEN + leaf_key)
 
 
 class Noise(NamedTuple):
-  """Uniform 16-bit integers, one for each element and part."""
+  """Uniform 16-bit integers, one for each element and part: ``(hash16 + phase) mod 2^16``."""
 
   mu: Array | None
   nu: Array | None
   master: Array | None
 
 
-def noise(shape: tuple[int, ...], key: Array, leaf: int) -> Noise:
+def noise(shape: tuple[int, ...], key: Array, phase: Array, leaf: int) -> Noise:
+  """The noise of leaf number ``leaf`` in the step of ``noise_phase``'s phase, from ``noise_key``'s key."""
   bits = position_bits(shape, key, leaf)
-  return Noise(bits & 0xFFFF, bits >> 16, mix(bits ^ np.uint32(0x9E3779B9)) & 0xFFFF)
+  return Noise(*((x + phase) & 0xFFFF for x in (bits, bits >> 16, mix(bits ^ _GOLDEN))))
 
 
 # --- codecs ---------------------------------------------------------------------------------------------------------

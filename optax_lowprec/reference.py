@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 class Hyper(NamedTuple):
-  """The scalars of a step: float32 (float64 for float64 leaves), but for ``skip`` (bool) and ``key`` (uint32)."""
+  """The scalars of a step: float32 (float64 for float64 leaves), but for ``skip`` (bool) and the uint32s behind it."""
 
   learning_rate: Array
   b1: Array
@@ -34,7 +34,8 @@ class Hyper(NamedTuple):
   sqrt_nu_factor: Array
   grad_scale: Array  # what gradients are multiplied with: unscaling and clipping
   skip: Array  # True leaves everything as it is
-  key: Array
+  key: Array  # of the random bits: ``formats.noise_key``
+  phase: Array  # of the random bits in this step: ``formats.noise_phase``
   zero: Array  # uint32 0 that the compiler cannot see through
 
 
@@ -106,7 +107,9 @@ def leaf_step(
   wide = grad.dtype == jnp.float64 if param is None else param.dtype == jnp.float64
   compute = jnp.float64 if wide else jnp.float32
   h = hyper
-  bits = formats.noise(grad.shape, h.key, options.index) if fmt.stochastic else formats.Noise(None, None, None)
+  bits = formats.Noise(None, None, None)
+  if fmt.stochastic:
+    bits = formats.noise(grad.shape, h.key, h.phase, options.index)
 
   g = grad.astype(compute) * h.grad_scale
   if wide:
@@ -208,5 +211,6 @@ def hyperparameters(
     mu_factor, grad_factor = 1 / correction(b1, t), jnp.zeros_like(b1)
   return Hyper(
       lr, b1, omb1, b2, omb2, eps, eps_root, wd, mu_factor, grad_factor, nu_factor, jnp.sqrt(nu_factor), scale,
-      jnp.asarray(skip, bool), key, lax.shift_right_logical(count, jnp.int32(31)).astype(jnp.uint32),
+      jnp.asarray(skip, bool), key, formats.noise_phase(count),
+      lax.shift_right_logical(count, jnp.int32(31)).astype(jnp.uint32),
   )  # fmt: skip

@@ -132,7 +132,7 @@ def test_saturation(dtype, rounding):
 def test_nan_is_kept_and_spoils_nothing_else(fmt):
   """One NaN or infinity leaves the other values of its block and its scale alone."""
   x = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
-  noise = fmts.noise(x.shape, jnp.uint32(1), 0).mu
+  noise = fmts.noise(x.shape, jnp.uint32(1), jnp.uint32(0), 0).mu
   clean_q, clean_scale, _ = _encode_noisy(x, fmt, noise)
   for bad in (np.nan, np.inf, -np.inf):
     y = x.copy()
@@ -208,7 +208,7 @@ def test_scales_are_float32(fmt):
 def test_encode_is_the_same_eager_and_jitted(fmt):
   """XLA fuses and elides inside jit; the stored bits must not depend on it."""
   x = jnp.asarray(np.random.default_rng(0).normal(size=(33, 257)), jnp.float32)
-  run = lambda v: fmts.encode(v, fmt, noise16=fmts.noise(v.shape, jnp.uint32(7), 3).mu)
+  run = lambda v: fmts.encode(v, fmt, noise16=fmts.noise(v.shape, jnp.uint32(7), jnp.uint32(0), 3).mu)
   table.assert_same_bits(run(x), jax.jit(run)(x), str(fmt))
 
 
@@ -298,7 +298,7 @@ _decode_remainder = jax.jit(fmts.decode_remainder)
 def _remainder_round_trip(bits32: np.ndarray, name: str, dtype=jnp.bfloat16, rounding: str = "nearest"):
   """Masters given as bits: the parameter's and the decoded master's bits."""
   w = jax.lax.bitcast_convert_type(jnp.asarray(bits32), jnp.float32)
-  noise = fmts.noise(w.shape, jnp.uint32(5), 0).master
+  noise = fmts.noise(w.shape, jnp.uint32(5), jnp.uint32(0), 0).master
   p, rest = _ROUND_REMAINDER[name, rounding](w, noise, dtype)
   assert p.dtype == dtype and rest.dtype == fmts.REMAINDERS[name]
   return np.asarray(p), table.bits(_decode_remainder(p, rest))
@@ -485,7 +485,7 @@ def test_stochastic_rounding_is_unbiased(dtype):
   @jax.jit
   def one_step(count):
     shape = (chunk, len(x))
-    value = store(jnp.broadcast_to(x, shape), fmts.noise(shape, fmts.step_key(0, count), 4).master)
+    value = store(jnp.broadcast_to(x, shape), fmts.noise(shape, fmts.noise_key(0), fmts.noise_phase(count), 4).master)
     high = value > jnp.asarray(x)
     return value.min(0), value.max(0), high.sum(0)
 
@@ -517,18 +517,21 @@ def test_float16_remainder8_is_unbiased_next_to_a_tie():
   """Between the last remainder and the next parameter's first there is no code of this parameter."""
   fmt = StateFormat("remainder8", rounding="stochastic")
   w = jnp.full((100_000,), 1 + 2.0**-11 - 2.0**-20, jnp.float32)  # 127.5 of 256 parts of a last place above 1
-  p, rest = fmts.encode_remainder(w, jnp.float16, fmt, fmts.noise(w.shape, jnp.uint32(3), 0).master)
+  p, rest = fmts.encode_remainder(w, jnp.float16, fmt, fmts.noise(w.shape, jnp.uint32(3), jnp.uint32(0), 0).master)
   mean = np.asarray(fmts.decode_remainder(p, rest), np.float64).mean()
   assert abs(mean - float(w[0])) <= 4 * 2.0**-19 / np.sqrt(len(w))
 
 
 def test_random_bits_differ_by_seed_step_leaf_part_and_position():
-  """Equal bits for equal (seed, step, leaf); otherwise unrelated."""
+  """Equal bits for equal (seed, step, leaf); unrelated between seeds, leaves and parts, and in no step the same."""
   shape = (64, 64)
-  draw = lambda seed, step, leaf: fmts.noise(shape, fmts.step_key(seed, jnp.int32(step)), leaf)
+  draw = lambda seed, step, leaf: fmts.noise(shape, fmts.noise_key(seed), fmts.noise_phase(jnp.int32(step)), leaf)
   first = draw(0, 0, 0)
   table.assert_same_bits(first, draw(0, 0, 0))
-  streams = [*first, draw(1, 0, 0).mu, draw(0, 1, 0).mu, draw(0, 0, 1).mu, draw(1, 1, 0).mu]
+  for step in (1, 2, 1000, 2**31 - 1):
+    for a, b in zip(first, draw(0, step, 0), strict=True):
+      assert (np.asarray(a) != np.asarray(b)).all()
+  streams = [*first, draw(1, 0, 0).mu, draw(0, 0, 1).mu, draw(1, 1, 1).nu]
   for i, a in enumerate(streams):
     a = np.asarray(a, np.float64).ravel()
     assert abs(a.mean() / 65535 - 0.5) < 0.02 and len(np.unique(a)) > 3500
@@ -539,7 +542,18 @@ def test_random_bits_differ_by_seed_step_leaf_part_and_position():
 
 def test_random_bits_are_global_positions():
   """A slice of a leaf draws what the whole leaf draws there: what makes shards agree."""
-  whole = fmts.position_bits((8, 16, 32), fmts.step_key(3, jnp.int32(9)), 2)
-  flat = fmts.position_bits((8 * 16 * 32,), fmts.step_key(3, jnp.int32(9)), 2)
+  whole = fmts.position_bits((8, 16, 32), fmts.noise_key(3), 2)
+  flat = fmts.position_bits((8 * 16 * 32,), fmts.noise_key(3), 2)
   np.testing.assert_array_equal(np.asarray(whole).ravel(), flat)
   assert len(np.unique(np.asarray(whole))) == whole.size
+
+
+@pytest.mark.parametrize("part", fmts.Noise._fields)
+def test_random_bits_of_an_element_are_spread_evenly_over_the_steps(part):
+  """Of n steps on end, any interval of noise gets its share to within a few: random bits would be off by sqrt(n)."""
+  n, shape = 1000, (32,)
+  phases = fmts.noise_phase(jnp.arange(2**31 - n, 2**31 - 1, dtype=jnp.int32))
+  draw = jax.vmap(lambda phase: getattr(fmts.noise(shape, fmts.noise_key(5), phase, 2), part))
+  draws = np.sort(np.asarray(draw(phases), np.float64), axis=0) / 65536
+  even = (np.arange(len(draws)) + 0.5)[:, None] / len(draws)
+  assert abs(draws - even).max() * len(draws) < 4

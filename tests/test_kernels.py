@@ -34,12 +34,17 @@ F8, F8_SQRT, F16 = (
     StateFormat("float8_e4m3fn", transform="sqrt"),
     StateFormat("float16"),
 )
-# The combinations that have kernels of their own.
+NEAREST = dict(mu=F8, nu=F8_SQRT)
+# The combinations that have kernels of their own; those named "default" round nu stochastically.
 SPECIALISED = {
-    "bf16_remainder16_fp8_fp8": (jnp.bfloat16, dict(master="remainder16")),
-    "bf16_remainder8_fp8_fp8": (jnp.bfloat16, dict(master="remainder8")),
-    "bf16_f16_fp8_fp8": (jnp.bfloat16, dict(master=F16)),
-    "f32_fp8_fp8": (jnp.float32, {}),
+    "bf16_remainder16_fp8_fp8_default": (jnp.bfloat16, dict(master="remainder16")),
+    "bf16_remainder8_fp8_fp8_default": (jnp.bfloat16, dict(master="remainder8")),
+    "bf16_f16_fp8_fp8_default": (jnp.bfloat16, dict(master=F16)),
+    "f32_fp8_fp8_default": (jnp.float32, {}),
+    "bf16_remainder16_fp8_fp8": (jnp.bfloat16, dict(master="remainder16", **NEAREST)),
+    "bf16_remainder8_fp8_fp8": (jnp.bfloat16, dict(master="remainder8", **NEAREST)),
+    "bf16_f16_fp8_fp8": (jnp.bfloat16, dict(master=F16, **NEAREST)),
+    "f32_fp8_fp8": (jnp.float32, NEAREST),
     "bf16_remainder16_fp8_f16": (jnp.bfloat16, dict(nu=F16)),
     "bf16_remainder8_fp8_f16": (jnp.bfloat16, dict(master="remainder8", nu=F16)),
     "bf16_f16_fp8_f16": (jnp.bfloat16, dict(master=F16, nu=F16)),
@@ -78,7 +83,15 @@ SHAPES = {
     "one_row": (3001,),
     "aligned": (257, 256),
 }
-CHAIN = ("bf16_remainder16_fp8_fp8", "bf16_f16_fp8_fp8", "f32_fp8_fp8", "f32_f32_f32", "bf16_f32_f32_f32")
+CHAIN = (
+    "bf16_remainder16_fp8_fp8_default",
+    "f32_fp8_fp8_default",
+    "bf16_remainder16_fp8_fp8",
+    "bf16_f16_fp8_fp8",
+    "f32_fp8_fp8",
+    "f32_f32_f32",
+    "bf16_f32_f32_f32",
+)
 RUNS = [(name, True) for name in SPECIALISED] + [(name, False) for name in CHAIN]
 
 
@@ -88,7 +101,7 @@ def _hypers(n, nesterov=False, eps_root=0.0, skip=False):
       reference.hyperparameters, learning_rate=1e-2, b1=0.9, one_minus_b1=1 - 0.9, b2=0.999, one_minus_b2=1 - 0.999,
       eps=1e-8, eps_root=eps_root, weight_decay=0.1, nesterov=nesterov, grad_scale=1.0, skip=skip,
   ))  # fmt: skip
-  return [make(jnp.int32(t), key=fmts.step_key(3, jnp.int32(t))) for t in range(n)]
+  return [make(jnp.int32(t), key=fmts.noise_key(3)) for t in range(n)]
 
 
 def steps_of(implementation, dtype, formats, fused, n=20, grad_dtype=None, nesterov=False, eps_root=0.0, spoil=None):
@@ -156,7 +169,9 @@ def test_kernel_stores_what_the_reference_stores(kernel, name, fused):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "chain"])
-@pytest.mark.parametrize("name", ["bf16_remainder16_fp8_fp8", "f32_fp8_fp8", "blocks_of_48"])
+@pytest.mark.parametrize(
+    "name", ["bf16_remainder16_fp8_fp8_default", "bf16_remainder16_fp8_fp8", "f32_fp8_fp8", "blocks_of_48"]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_infinities_and_nans_spoil_no_more_than_in_the_reference(kernel, name, fused):
   """They leave a kernel's fast path, block by block; also in rows that blocks do not divide, and at a leaf's end."""
@@ -189,7 +204,9 @@ def _addresses(tree):
   return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.size]
 
 
-@pytest.mark.parametrize("name", ["bf16_remainder16_fp8_fp8", "bf16_remainder8_fp8_fp8", "f32_fp8_fp8", "f32_f32_f32"])
+@pytest.mark.parametrize(
+    "name", [f"{n}_fp8_fp8_default" for n in ("bf16_remainder16", "bf16_remainder8", "f32")] + ["f32_f32_f32"]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_donated_step_is_in_place_and_needs_no_memory(kernel, name):
   dtype, formats = SPECIALISED[name]

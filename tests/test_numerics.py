@@ -104,14 +104,14 @@ def _followed() -> dict[str, np.ndarray]:
 
   def step(carry, t):
     exact, error, stored = carry
-    bits = fmts.position_bits(SHAPE, fmts.step_key(1, t), 0)
+    bits = fmts.position_bits(SHAPE, fmts.mix(fmts.noise_key(1) + t.astype(jnp.uint32)), 0)
     # The sum of four uniform numbers: nearly normal, and quick.
     uniform = sum((bits >> (8 * i) & 0xFF).astype(jnp.float32) for i in range(4))
     g = (uniform - 510) * np.float32(1 / 147.8) * jnp.where(t < STEPS // 5, before, after)
     # Kahan's sum stands for float64: the decay's own rounding is left, 1e-5 at most.
     term = (g * g - exact) * np.float32(1e-3) - error
     total = exact + term
-    noise = fmts.noise(SHAPE, fmts.step_key(0, t), 0).nu
+    noise = fmts.noise(SHAPE, fmts.noise_key(0), fmts.noise_phase(t), 0).nu
     new = {}
     for r, fmt in formats.items():
       v = np.float32(0.999) * stored[r] + np.float32(0.001) * (g * g)

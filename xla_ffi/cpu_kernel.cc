@@ -155,13 +155,13 @@ void Load(DType d, const void* from, int64_t first, int64_t n, float scale, floa
 
 template <bool kStochastic, bool kPositive>
 void StoreCodes(DType d, bool scaled, const float* __restrict__ x, float inverse, const uint32_t* __restrict__ noise,
-                int noise_shift, int64_t n, void* to, int64_t first) {
+                int noise_shift, uint32_t phase, int64_t n, void* to, int64_t first) {
   WithDType(d, [&](auto tag) {
     constexpr DType kD = decltype(tag)::value;
     uint32_t codes[kTile];
     const uint32_t smallest = SmallestCode(SpecOf(kD), scaled);
     for (int64_t i = 0; i < n; ++i) {
-      const uint32_t noise16 = kStochastic ? (noise[i] >> noise_shift) & 0xFFFFu : 0u;
+      const uint32_t noise16 = kStochastic ? ((noise[i] >> noise_shift) + phase) & 0xFFFFu : 0u;
       uint32_t code = Encode(x[i] * inverse, SpecOf(kD), kStochastic, noise16);
       if (kPositive) code = x[i] > 0.0f && code == 0 ? smallest : code;
       codes[i] = code;
@@ -224,11 +224,11 @@ void LoadRemainder(const void* from, int64_t first, int64_t n, const float* __re
 
 // Stores the remainders of w and leaves the codes of the parameters that they refer to in `param`.
 template <typename Rest, DType kParam, bool kStochastic>
-void StoreRemainder(const float* __restrict__ w, const uint32_t* __restrict__ noise, int64_t n, void* to, int64_t first,
-                    uint32_t* __restrict__ param) {
+void StoreRemainder(const float* __restrict__ w, const uint32_t* __restrict__ noise, uint32_t phase, int64_t n,
+                    void* to, int64_t first, uint32_t* __restrict__ param) {
   int32_t rest[kTile];
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t noise16 = kStochastic ? noise[i] & 0xFFFFu : 0u;
+    const uint32_t noise16 = kStochastic ? (noise[i] + phase) & 0xFFFFu : 0u;
     const Remainder r = EncodeRemainder(w[i], kParam, 8 * sizeof(Rest), kStochastic, noise16);
     rest[i] = r.rest;
     param[i] = r.param;
@@ -305,44 +305,44 @@ float FiniteAbsmax(const float* x, int64_t n) {
   return Float(static_cast<uint32_t>(absmax));
 }
 
-void StorePiece(const Part& part, PartIndex k, const float* x, const uint32_t* noise, float inverse, int64_t n,
-                int64_t first) {
+void StorePiece(const Part& part, PartIndex k, const float* x, const uint32_t* noise, uint32_t phase, float inverse,
+                int64_t n, int64_t first) {
   const bool scaled = part.scaling != kUnscaled;
   const int shift = k == kNu ? 16 : 0;
   if (k == kNu) {
-    part.stochastic ? StoreCodes<true, true>(part.dtype, scaled, x, inverse, noise, shift, n, part.out, first)
-                    : StoreCodes<false, true>(part.dtype, scaled, x, inverse, noise, shift, n, part.out, first);
+    part.stochastic ? StoreCodes<true, true>(part.dtype, scaled, x, inverse, noise, shift, phase, n, part.out, first)
+                    : StoreCodes<false, true>(part.dtype, scaled, x, inverse, noise, shift, phase, n, part.out, first);
   } else {
-    part.stochastic ? StoreCodes<true, false>(part.dtype, scaled, x, inverse, noise, shift, n, part.out, first)
-                    : StoreCodes<false, false>(part.dtype, scaled, x, inverse, noise, shift, n, part.out, first);
+    part.stochastic ? StoreCodes<true, false>(part.dtype, scaled, x, inverse, noise, shift, phase, n, part.out, first)
+                    : StoreCodes<false, false>(part.dtype, scaled, x, inverse, noise, shift, phase, n, part.out, first);
   }
 }
 
 // Stores a part of a tile. `block_absmax` belongs to the blocks from first_block on.
-void StorePart(const Leaf& leaf, PartIndex k, int64_t first, int64_t n, const Tile& t, const float* tensor_absmax,
-               const float* block_absmax, int64_t first_block) {
+void StorePart(const Leaf& leaf, PartIndex k, int64_t first, int64_t n, const Tile& t, uint32_t phase,
+               const float* tensor_absmax, const float* block_absmax, int64_t first_block) {
   const Part& part = leaf.part[k];
   const float* x = Stored(part, k, t);
   if (part.scaling == kBlock) {
     ForEachBlock(leaf, part, first, n, [&](int64_t offset, int64_t length, int64_t block) {
       const Scale s = ScaleOf(block_absmax[block - first_block], SpecOf(part.dtype));
-      StorePiece(part, k, x + offset, t.noise + offset, s.inverse, length, first + offset);
+      StorePiece(part, k, x + offset, t.noise + offset, phase, s.inverse, length, first + offset);
     });
   } else {
     const float inverse = part.scaling == kTensor ? ScaleOf(tensor_absmax[k], SpecOf(part.dtype)).inverse : 1.0f;
-    StorePiece(part, k, x, t.noise, inverse, n, first);
+    StorePiece(part, k, x, t.noise, phase, inverse, n, first);
   }
 }
 
 template <typename Rest>
-void StoreRemainderOf(const Leaf& leaf, int64_t first, int64_t n, Tile& t) {
+void StoreRemainderOf(const Leaf& leaf, uint32_t phase, int64_t first, int64_t n, Tile& t) {
   const Part& part = leaf.part[kMaster];
   if (leaf.p_dtype == kF16) {
-    part.stochastic ? StoreRemainder<Rest, kF16, true>(t.w, t.noise, n, part.out, first, t.param)
-                    : StoreRemainder<Rest, kF16, false>(t.w, t.noise, n, part.out, first, t.param);
+    part.stochastic ? StoreRemainder<Rest, kF16, true>(t.w, t.noise, phase, n, part.out, first, t.param)
+                    : StoreRemainder<Rest, kF16, false>(t.w, t.noise, phase, n, part.out, first, t.param);
   } else {
-    part.stochastic ? StoreRemainder<Rest, kBF16, true>(t.w, t.noise, n, part.out, first, t.param)
-                    : StoreRemainder<Rest, kBF16, false>(t.w, t.noise, n, part.out, first, t.param);
+    part.stochastic ? StoreRemainder<Rest, kBF16, true>(t.w, t.noise, phase, n, part.out, first, t.param)
+                    : StoreRemainder<Rest, kBF16, false>(t.w, t.noise, phase, n, part.out, first, t.param);
   }
 }
 
@@ -360,8 +360,8 @@ void StoreTile(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, Tile&
       begin = end;
     }
   }
-  StorePart(leaf, kMu, first, n, t, tensor_absmax, block_absmax[kMu], first_block[kMu]);
-  StorePart(leaf, kNu, first, n, t, tensor_absmax, block_absmax[kNu], first_block[kNu]);
+  StorePart(leaf, kMu, first, n, t, h.phase, tensor_absmax, block_absmax[kMu], first_block[kMu]);
+  StorePart(leaf, kNu, first, n, t, h.phase, tensor_absmax, block_absmax[kNu], first_block[kNu]);
   if (master.dtype == kAbsent) {
     if (leaf.flags & kFused) return Store(leaf.out_dtype, t.w, n, leaf.out, first);
     return Store(leaf.out_dtype, t.out, n, leaf.out, first);
@@ -371,11 +371,11 @@ void StoreTile(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, Tile&
     for (int64_t i = 0; i < n; ++i) t.noise[i] = MasterBits(t.noise[i]);
   }
   if (master.dtype == kRemainder16) {
-    StoreRemainderOf<int16_t>(leaf, first, n, t);
+    StoreRemainderOf<int16_t>(leaf, h.phase, first, n, t);
   } else if (master.dtype == kRemainder8) {
-    StoreRemainderOf<int8_t>(leaf, first, n, t);
+    StoreRemainderOf<int8_t>(leaf, h.phase, first, n, t);
   } else {
-    StorePart(leaf, kMaster, first, n, t, tensor_absmax, block_absmax[kMaster], first_block[kMaster]);
+    StorePart(leaf, kMaster, first, n, t, h.phase, tensor_absmax, block_absmax[kMaster], first_block[kMaster]);
     WithDType(leaf.p_dtype, [&](auto tag) {
       for (int64_t i = 0; i < n; ++i) t.param[i] = CastTo(t.w[i], decltype(tag)::value);
     });

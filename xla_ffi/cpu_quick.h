@@ -61,19 +61,39 @@ OLP_FN void Store8(__m256i x, void* to, int64_t i) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(static_cast<uint8_t*>(to) + i), _mm_packus_epi16(words, words));
 }
 
-// Finite scaled values to codes, nearest even: Encode without what these cannot need.
-template <DType D, bool kPositive>
-OLP_FN void StoreScaled(__m256 source, __m256 inverse, void* to, int64_t i) {
+OLP_FN __m256i Mix(__m256i x) {
+  x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+  x = _mm256_mullo_epi32(x, Splat(0x7FEB352Du));
+  x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
+  x = _mm256_mullo_epi32(x, Splat(0x846CA68Bu));
+  return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+}
+
+// Finite scaled values to codes, to nearest even or with 16 bits of noise: Encode without what these cannot need.
+template <DType D, bool kPositive, bool kStochastic = false>
+OLP_FN void StoreScaled(__m256 source, __m256 inverse, void* to, int64_t i, __m256i noise16 = Splat(0)) {
   constexpr FloatSpec kSpec = SpecOf(D);
   constexpr int kDrop = 23 - kSpec.mantissa;
   const __m256i min_normal = Splat(PowerBits(kSpec.min_exponent));
   const __m256 x = _mm256_mul_ps(source, inverse);
-  const __m256i magnitude = Magnitudes(x);
-  const __m256i base = _mm256_max_epi32(_mm256_and_si256(magnitude, Splat(kInfinityBits)), min_normal);
-  const __m256i aligner = _mm256_add_epi32(base, Splat(static_cast<uint32_t>(kDrop) << 23));
-  const __m256i sum = Ints(_mm256_add_ps(Floats(magnitude), Floats(aligner)));
-  __m256i code = _mm256_add_epi32(_mm256_sub_epi32(sum, aligner),
-                                  _mm256_srli_epi32(_mm256_sub_epi32(base, min_normal), kDrop));
+  __m256i code;
+  if constexpr (kStochastic) {
+    static_assert(kDrop >= 16);
+    // The product of an absmax and the inverse of its scale may be a little over the largest code.
+    const __m256i magnitude = _mm256_min_epi32(Magnitudes(x), Splat(static_cast<uint32_t>(kSpec.max_bits)));
+    const __m256i aligned = _mm256_sub_epi32(Ints(_mm256_add_ps(Floats(magnitude), Floats(min_normal))),
+                                             Splat(1u << 23));
+    const __m256i bits = _mm256_blendv_epi8(magnitude, aligned, _mm256_cmpgt_epi32(min_normal, magnitude));
+    const __m256i up = _mm256_slli_epi32(noise16, kDrop - 16);
+    code = _mm256_srli_epi32(_mm256_sub_epi32(_mm256_add_epi32(bits, up), Splat(Rebias(kSpec))), kDrop);
+  } else {
+    const __m256i magnitude = Magnitudes(x);
+    const __m256i base = _mm256_max_epi32(_mm256_and_si256(magnitude, Splat(kInfinityBits)), min_normal);
+    const __m256i aligner = _mm256_add_epi32(base, Splat(static_cast<uint32_t>(kDrop) << 23));
+    const __m256i sum = Ints(_mm256_add_ps(Floats(magnitude), Floats(aligner)));
+    code = _mm256_add_epi32(_mm256_sub_epi32(sum, aligner),
+                            _mm256_srli_epi32(_mm256_sub_epi32(base, min_normal), kDrop));
+  }
   if constexpr (kPositive) {
     // At least 1 where the source is above 0.
     code = _mm256_max_epi32(code, _mm256_min_epi32(Ints(source), Splat(1)));
@@ -111,7 +131,7 @@ OLP_FN __m256i StoreMaster(__m256 w, __m256 inverse, void* to, int64_t i) {
 
 // Steps the n elements from `first` on, block number `block` of every scaled part. False, and nothing written, where
 // values are not finite.
-template <DType G, DType P, DType N, DType M>
+template <DType G, DType P, DType N, DType M, bool kMuNoise, bool kNuNoise>
 bool QuickBlock(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, int64_t block) {
   constexpr bool kRoot = N == kE4M3;
   const Part& mu_part = leaf.part[kMu];
@@ -177,9 +197,23 @@ bool QuickBlock(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, int6
   const Scale mu_new = ScaleOf(Float(mu_absmax), SpecOf(kE4M3));
   const Scale nu_new = ScaleOf(Float(stored_absmax), SpecOf(N));
   const Scale w_new = ScaleOf(Float(w_absmax), SpecOf(kF16));
+  // What PositionBits mixes: a block lies within a run, so that its positions are on end.
+  const uint32_t position = kMuNoise || kNuNoise ? Position(leaf.layout, first) : 0;
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m256i to_mix = _mm256_add_epi32(_mm256_mullo_epi32(_mm256_add_epi32(lanes, Splat(position)), Splat(0x9E3779B9u)),
+                                    Splat(LeafKey(h.key, leaf.index)));
   for (int64_t i = 0; i < n; i += kLanes) {
-    StoreScaled<kE4M3, false>(_mm256_load_ps(mu + i), splat(mu_new.inverse), mu_part.out, first + i);
-    StoreScaled<N, true>(_mm256_load_ps(stored + i), splat(nu_new.inverse), nu_part.out, first + i);
+    __m256i mu_noise = Splat(0), nu_noise = Splat(0);
+    if constexpr (kMuNoise || kNuNoise) {
+      const __m256i bits = Mix(to_mix);
+      to_mix = _mm256_add_epi32(to_mix, Splat(0x9E3779B9u * kLanes));
+      mu_noise = _mm256_and_si256(_mm256_add_epi32(bits, Splat(h.phase)), Splat(0xFFFFu));
+      nu_noise = _mm256_srli_epi32(_mm256_add_epi32(bits, Splat(h.phase << 16)), 16);
+    }
+    StoreScaled<kE4M3, false, kMuNoise>(_mm256_load_ps(mu + i), splat(mu_new.inverse), mu_part.out, first + i,
+                                        mu_noise);
+    StoreScaled<N, true, kNuNoise>(_mm256_load_ps(stored + i), splat(nu_new.inverse), nu_part.out, first + i,
+                                   nu_noise);
     const __m256 x = _mm256_load_ps(w + i);
     if constexpr (M == kAbsent) {
       _mm256_storeu_ps(static_cast<float*>(leaf.out) + first + i, x);
@@ -201,16 +235,34 @@ bool QuickBlock(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, int6
 
 using QuickFunction = bool (*)(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, int64_t block);
 
-template <DType G, DType N>
+template <DType G, DType N, bool kMuNoise, bool kNuNoise>
 QuickFunction QuickForParam(const Leaf& leaf) {
-  if (leaf.p_dtype == kF32 && leaf.part[kMaster].dtype == kAbsent) return QuickBlock<G, kF32, N, kAbsent>;
+  if (leaf.p_dtype == kF32 && leaf.part[kMaster].dtype == kAbsent) {
+    return QuickBlock<G, kF32, N, kAbsent, kMuNoise, kNuNoise>;
+  }
   if (leaf.p_dtype != kBF16) return nullptr;
   switch (leaf.part[kMaster].dtype) {
-    case kF16: return QuickBlock<G, kBF16, N, kF16>;
-    case kRemainder16: return QuickBlock<G, kBF16, N, kRemainder16>;
-    case kRemainder8: return QuickBlock<G, kBF16, N, kRemainder8>;
+    case kF16: return QuickBlock<G, kBF16, N, kF16, kMuNoise, kNuNoise>;
+    case kRemainder16: return QuickBlock<G, kBF16, N, kRemainder16, kMuNoise, kNuNoise>;
+    case kRemainder8: return QuickBlock<G, kBF16, N, kRemainder8, kMuNoise, kNuNoise>;
     default: return nullptr;
   }
+}
+
+template <DType G>
+QuickFunction QuickForMoments(const Leaf& leaf) {
+  const Part& mu = leaf.part[kMu];
+  const Part& nu = leaf.part[kNu];
+  if (nu.dtype == kE4M3 && nu.sqrt) {
+    if (nu.stochastic) {
+      return mu.stochastic ? QuickForParam<G, kE4M3, true, true>(leaf) : QuickForParam<G, kE4M3, false, true>(leaf);
+    }
+    return mu.stochastic ? nullptr : QuickForParam<G, kE4M3, false, false>(leaf);
+  }
+  if (nu.dtype == kF16 && !nu.sqrt && !mu.stochastic && !nu.stochastic) {
+    return QuickForParam<G, kF16, false, false>(leaf);
+  }
+  return nullptr;
 }
 
 // The function for a leaf's formats; null where there is none.
@@ -220,15 +272,12 @@ inline QuickFunction QuickFor(const Leaf& leaf) {
   const Part& master = leaf.part[kMaster];
   const bool scaled_alike = mu.scaling == kBlock && nu.scaling == kBlock && mu.block == nu.block &&
                             (master.dtype != kF16 || (master.scaling == kBlock && master.block == mu.block));
-  if (!scaled_alike || mu.block > kTile || mu.stochastic || nu.stochastic || master.stochastic ||
-      mu.dtype != kE4M3 || leaf.out_dtype != leaf.p_dtype || (leaf.flags & (kDirection | kNesterov | kEpsRoot))) {
+  if (!scaled_alike || mu.block > kTile || master.stochastic || mu.dtype != kE4M3 ||
+      leaf.out_dtype != leaf.p_dtype || (leaf.flags & (kDirection | kNesterov | kEpsRoot))) {
     return nullptr;
   }
-  const bool wide = leaf.g_dtype == kF32;
-  if (!wide && leaf.g_dtype != kBF16) return nullptr;
-  if (nu.dtype == kE4M3 && nu.sqrt) return wide ? QuickForParam<kF32, kE4M3>(leaf) : QuickForParam<kBF16, kE4M3>(leaf);
-  if (nu.dtype == kF16 && !nu.sqrt) return wide ? QuickForParam<kF32, kF16>(leaf) : QuickForParam<kBF16, kF16>(leaf);
-  return nullptr;
+  if (leaf.g_dtype == kF32) return QuickForMoments<kF32>(leaf);
+  return leaf.g_dtype == kBF16 ? QuickForMoments<kBF16>(leaf) : nullptr;
 }
 
 }  // namespace

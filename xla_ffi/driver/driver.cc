@@ -61,6 +61,11 @@ std::vector<Combination> Combinations() {
     add("bf16_remainder8_fp8_fp8", kBF16, kFp8, kFp8Root, kR8);
     add("bf16_f16_fp8_fp8", kBF16, kFp8, kFp8Root, kHalf);
     add("f32_fp8_fp8", kF32, kFp8, kFp8Root, kNone);
+    // The defaults: mu to nearest, nu stochastically.
+    add("bf16_remainder16_fp8_fp8_default", kBF16, kFp8, kFp8RootStochastic, kR16);
+    add("bf16_remainder8_fp8_fp8_default", kBF16, kFp8, kFp8RootStochastic, kR8);
+    add("bf16_f16_fp8_fp8_default", kBF16, kFp8, kFp8RootStochastic, kHalf);
+    add("f32_fp8_fp8_default", kF32, kFp8, kFp8RootStochastic, kNone);
     add("bf16_remainder16_fp8_fp8_stochastic", kBF16, kFp8Stochastic, kFp8RootStochastic, kR16);
     add("bf16_remainder8_fp8_fp8_stochastic", kBF16, kFp8Stochastic, kFp8RootStochastic, kR8);
     add("bf16_f16_fp8_fp8_stochastic", kBF16, kFp8Stochastic, kFp8RootStochastic, kHalf);
@@ -104,7 +109,8 @@ std::vector<Combination> Combinations() {
        }) {
     all.push_back(c);
   }
-  for (const char* name : {"bf16_remainder8_fp8_fp8_stochastic", "stochastic_remainder8"}) {
+  for (const char* name : {"bf16_remainder16_fp8_fp8_default", "bf16_remainder8_fp8_fp8_stochastic",
+                           "stochastic_remainder8"}) {
     const auto whole = std::find_if(all.begin(), all.end(), [&](const Combination& c) { return c.name == name; });
     Combination shards = *whole;
     shards.name += "_shards";
@@ -207,6 +213,7 @@ Hyper HyperOf(int step, bool nesterov, bool eps_root, uint32_t key) {
   h.sqrt_nu_factor = std::sqrt(h.nu_factor);
   h.grad_scale = step == 1 ? 0.37f : 1.0f;
   h.key = key;
+  h.phase = (key * static_cast<uint32_t>(step)) >> 16;
   return h;
 }
 

@@ -166,7 +166,7 @@ inline void ReferenceStep(const Leaf& leaf, const Hyper& h, const float* absmax)
     if (IsRemainder(part.dtype)) {
       for (int64_t i = 0; i < leaf.size; ++i) {
         const Remainder r = EncodeRemainder(elements[i].master, leaf.p_dtype, RemainderBits(part.dtype),
-                                            part.stochastic, Noise16(k, random[i]));
+                                            part.stochastic, Noise16(k, random[i], h.phase));
         params[i] = r.param;
         StoreCode(part.dtype, part.out, i, static_cast<uint32_t>(r.rest));
       }
@@ -185,7 +185,8 @@ inline void ReferenceStep(const Leaf& leaf, const Hyper& h, const float* absmax)
     }
     for (int64_t i = 0; i < leaf.size; ++i) {
       const Scale& s = scales[part.scaling == kBlock ? BlockOf(leaf, part, i) : 0];
-      StoreCode(part.dtype, part.out, i, EncodePart(part, k, SourceOf(leaf, k, elements[i]), s.inverse, random[i]));
+      const float source = SourceOf(leaf, k, elements[i]);
+      StoreCode(part.dtype, part.out, i, EncodePart(part, k, source, s.inverse, random[i], h.phase));
       if (k == kMaster) params[i] = CastTo(elements[i].master, leaf.p_dtype);
     }
     if (part.scaling == kUnscaled) continue;
