@@ -101,7 +101,7 @@ def ours(fmt: StateFormat, positive: bool = False, even: bool = False) -> Quanti
 
   def quantize(x, u, t):
     noise = (golden(t) if even else u) * 65536
-    q, scale = formats.encode(x, fmt, positive=positive, noise16=noise.astype(jnp.uint32))
+    q, scale = formats.encode(x, fmt, positive=positive, noise32=noise.astype(jnp.uint32))
     value = formats.decode(q, scale, fmt)
     if fmt.scaling is None:
       return Stored(value, jnp.float32(fmt.float.max))

@@ -72,7 +72,7 @@ def displacement_golden(name: str, learning_rate: float, steps: int) -> np.ndarr
     noise = even_noise(SHAPE, t)
     if fmt.is_remainder:
       return formats.decode_remainder(*formats.encode_remainder(w - update, jnp.bfloat16, fmt, noise)), None
-    return formats.decode(*formats.encode(w - update, fmt, noise16=noise), fmt), None
+    return formats.decode(*formats.encode(w - update, fmt, noise32=noise), fmt), None
 
   end = jax.jit(lambda w: jax.lax.scan(step, w, jnp.arange(steps, dtype=jnp.int32))[0])(start)
   return (np.asarray(end, np.float64) - np.asarray(start, np.float64)) / (-steps * learning_rate * sign)
@@ -164,7 +164,7 @@ def nu_rows(steps: int, b2: float) -> list[dict[str, Any]]:
     for name, (fmt, kind) in names.items():
       v = np.float32(b2) * stored[name] + np.float32(1 - b2) * (g * g)
       noise = even_noise(SHAPE, t) if kind == "golden" else formats.noise(SHAPE, formats.step_key(0, t), 0).nu
-      new[name] = formats.decode(*formats.encode(v, fmt, positive=True, noise16=noise), fmt)
+      new[name] = formats.decode(*formats.encode(v, fmt, positive=True, noise32=noise), fmt)
     return (exact, new), None
 
   @jax.jit
@@ -209,7 +209,7 @@ def stopped(b2: float, rounding: str, noisy: bool, before: int, after: int) -> d
     g64 = g.astype(jnp.float64)
     v = np.float32(b2) * stored + np.float32(1 - b2) * (g * g)
     noise = formats.noise(SHAPE, formats.step_key(0, t), 0).nu
-    new = formats.decode(*formats.encode(v, fmt, positive=True, noise16=noise), fmt)
+    new = formats.decode(*formats.encode(v, fmt, positive=True, noise32=noise), fmt)
     return (b2 * exact + (1 - b2) * g64 * g64, new), None
 
   run = jax.jit(lambda carry, times: jax.lax.scan(step, carry, times)[0])

@@ -153,15 +153,15 @@ def leaf_step(
       if fmt.master.is_remainder:
         new_p, master = formats.encode_remainder(new_w, param.dtype, fmt.master, bits.master)
       else:
-        master, master_scale = formats.encode(new_w, fmt.master, noise16=bits.master)
+        master, master_scale = formats.encode(new_w, fmt.master, noise32=bits.master)
         new_p = formats.cast_to(new_w, param.dtype)
       out = new_p if options.fused else formats.cast_to(new_p.astype(jnp.float32) - p, options.out_dtype)
 
   if wide:
     new = LeafState(mu, nu, master, state.mu_scale, state.nu_scale, master_scale)
   else:
-    q_mu, mu_scale = formats.encode(mu, fmt.mu, noise16=bits.mu)
-    q_nu, nu_scale = formats.encode(nu, fmt.nu, positive=True, noise16=bits.nu)
+    q_mu, mu_scale = formats.encode(mu, fmt.mu, noise32=bits.mu)
+    q_nu, nu_scale = formats.encode(nu, fmt.nu, positive=True, noise32=bits.nu)
     new = LeafState(q_mu, q_nu, master, mu_scale, nu_scale, master_scale)
   # What stands for no scale stays: its shape follows from the whole leaf's, of which a shard may be all that is here.
   for part in ("mu", "nu", "master"):

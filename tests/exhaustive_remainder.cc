@@ -39,8 +39,8 @@ bool IsFinite(uint32_t bits) { return (bits & kInfinityBits) != kInfinityBits; }
 float Param(uint32_t code, DType d) { return Decode(code, SpecOf(d)); }
 int64_t Distance(uint32_t a, uint32_t b) { return std::llabs(static_cast<int64_t>(a) - static_cast<int64_t>(b)); }
 
-uint32_t RoundTrip(uint32_t master, DType d, int bits, bool stochastic = false, uint32_t noise16 = 0) {
-  const Remainder r = EncodeRemainder(Float(master), d, bits, stochastic, noise16);
+uint32_t RoundTrip(uint32_t master, DType d, int bits, bool stochastic = false, uint32_t noise32 = 0) {
+  const Remainder r = EncodeRemainder(Float(master), d, bits, stochastic, noise32);
   return Bits(DecodeRemainder(Param(r.param, d), r.rest, d, bits));
 }
 
@@ -106,7 +106,7 @@ void StochasticBf16R8(uint64_t i, Result* result) {
   uint32_t ups = 0;
   bool good = true;
   for (uint32_t n = 0; n < 256; ++n) {
-    const uint32_t back = RoundTrip(w, kBF16, 8, true, n << 8 | (Mix(w + n) & 0xFF));
+    const uint32_t back = RoundTrip(w, kBF16, 8, true, n << 24 | (Mix(w + n) & 0xFFFFFF));
     const uint32_t down = w & 0xFFFFFF00u;
     good = good && (back == down || back == down + 0x100);
     ups += back != down;

@@ -261,7 +261,7 @@ def test_case_23_saturation():
   x = jnp.asarray([448.0, 449.0, 464.0, 464.1, 465.0, 480.0, 1e9, jnp.inf], jnp.float32)
   for rounding in table.ROUNDINGS:
     fmt = StateFormat("float8_e4m3fn", None, rounding=rounding)
-    for run in (lambda v: fmts.encode(v, fmt, noise16=jnp.full(v.shape, 0xFFFF, jnp.uint32))[0],):
+    for run in (lambda v: fmts.encode(v, fmt, noise32=jnp.full(v.shape, 0xFFFFFFFF, jnp.uint32))[0],):
       for sign in (1, -1):
         for f in (run, jax.jit(run)):
           np.testing.assert_array_equal(f(sign * x).astype(jnp.float32), np.full(x.shape, sign * 448.0))

@@ -470,7 +470,7 @@ def test_encoding_what_was_decoded(dtype, transform):
   for rounding in table.ROUNDINGS:
     if rounding == "stochastic":
       noise = jnp.asarray(rng.integers(0, 2**16, size=x.shape), jnp.uint32)
-      stored = fmts.encode(x, dataclasses.replace(fmt, rounding=rounding), positive=positive, noise16=noise)
+      stored = fmts.encode(x, dataclasses.replace(fmt, rounding=rounding), positive=positive, noise32=noise)
     values = fmts.decode(*stored, fmt)
     again = fmts.decode(*conversions._encode_jit(values, fmt, positive), fmt)
     np.testing.assert_allclose(again, values, rtol=1e-6 if dtype == "float32" else 0)

@@ -35,8 +35,8 @@ def _round_trip(x, fmt, positive=False):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
-def _encode_noisy(x, fmt, noise16, positive=False):
-  q, scale = fmts.encode(x, fmt, positive=positive, noise16=noise16)
+def _encode_noisy(x, fmt, noise32, positive=False):
+  q, scale = fmts.encode(x, fmt, positive=positive, noise32=noise32)
   return q, scale, fmts.decode(q, scale, fmt)
 
 
@@ -119,10 +119,10 @@ def test_saturation(dtype, rounding):
   """465.0 is where XLA's own cast to e4m3fn turns into NaN; nothing but NaN may become NaN here."""
   top = fmts.FLOATS[dtype].max
   x = jnp.asarray([top, top * 1.04, top * 2, 1e9, 3e38, jnp.inf], jnp.float32)
-  noise = jnp.full(x.shape, 0xFFFF, jnp.uint32)
+  noise = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
   fmt = StateFormat(dtype, None, rounding=rounding)
   for sign in (1, -1):
-    q, scale = fmts.encode(sign * x, fmt, noise16=noise)
+    q, scale = fmts.encode(sign * x, fmt, noise32=noise)
     np.testing.assert_array_equal(fmts.decode(q, scale, fmt), np.full(x.shape, sign * top, np.float32))
   if dtype == "float8_e4m3fn":
     np.testing.assert_array_equal(_round_trip(jnp.asarray([465.0, -465.0, 1e9]), fmt), [448, -448, 448])
@@ -167,7 +167,7 @@ def test_absmax_sweep(fmt):
 def test_zero_block(fmt):
   """A block of zeros has scale 0 and decodes to 0, next to a block that has values."""
   x = jnp.zeros((2, 256), jnp.float32).at[1].set(3.0)
-  noise = jnp.full(x.shape, 0xFFFF, jnp.uint32)
+  noise = jnp.full(x.shape, 0xFFFFFFFF, jnp.uint32)
   _, scale, got = (np.asarray(v) for v in _encode_noisy(x, fmt, noise, True))
   np.testing.assert_array_equal(got[0], 0)
   np.testing.assert_allclose(got[1], 3.0, rtol=0.3)
@@ -189,7 +189,7 @@ def test_positive_never_decodes_to_zero(fmt):
   x[:, 127] = neighbour
   x[:, 60] = 0
   noise = jnp.zeros((256,), jnp.uint32)  # the lowest draw rounds down
-  encode = jax.jit(jax.vmap(lambda v: fmts.decode(*fmts.encode(v, fmt, positive=True, noise16=noise), fmt)))
+  encode = jax.jit(jax.vmap(lambda v: fmts.decode(*fmts.encode(v, fmt, positive=True, noise32=noise), fmt)))
   got = np.asarray(encode(x))
   assert (got[x > 0] > 0).all()
   np.testing.assert_array_equal(got[x == 0], 0)
@@ -208,7 +208,7 @@ def test_scales_are_float32(fmt):
 def test_encode_is_the_same_eager_and_jitted(fmt):
   """XLA fuses and elides inside jit; the stored bits must not depend on it."""
   x = jnp.asarray(np.random.default_rng(0).normal(size=(33, 257)), jnp.float32)
-  run = lambda v: fmts.encode(v, fmt, noise16=fmts.noise(v.shape, jnp.uint32(7), jnp.uint32(0), 3).mu)
+  run = lambda v: fmts.encode(v, fmt, noise32=fmts.noise(v.shape, jnp.uint32(7), jnp.uint32(0), 3).mu)
   table.assert_same_bits(run(x), jax.jit(run)(x), str(fmt))
 
 
@@ -477,7 +477,7 @@ def test_stochastic_rounding_is_unbiased(dtype):
   param = STOCHASTIC[dtype]
   if param is None:
     fmt = StateFormat(dtype, None, rounding="stochastic")
-    store = lambda w, n: fmts.decode(*fmts.encode(w, fmt, noise16=n), fmt)
+    store = lambda w, n: fmts.decode(*fmts.encode(w, fmt, noise32=n), fmt)
   else:
     fmt = StateFormat("remainder8", rounding="stochastic")
     store = lambda w, n: fmts.decode_remainder(*fmts.encode_remainder(w, param, fmt, n))
@@ -534,7 +534,7 @@ def test_random_bits_differ_by_seed_step_leaf_part_and_position():
   streams = [*first, draw(1, 0, 0).mu, draw(0, 0, 1).mu, draw(1, 1, 1).nu]
   for i, a in enumerate(streams):
     a = np.asarray(a, np.float64).ravel()
-    assert abs(a.mean() / 65535 - 0.5) < 0.02 and len(np.unique(a)) > 3500
+    assert abs(a.mean() / 2**32 - 0.5) < 0.02 and len(np.unique(a)) > 3500
     for b in streams[:i]:
       assert abs(np.corrcoef(a, np.asarray(b).ravel())[0, 1]) < 0.07
   assert abs(np.corrcoef(np.asarray(first.mu)[:, :-1].ravel(), np.asarray(first.mu)[:, 1:].ravel())[0, 1]) < 0.07
@@ -542,8 +542,8 @@ def test_random_bits_differ_by_seed_step_leaf_part_and_position():
 
 def test_random_bits_are_global_positions():
   """A slice of a leaf draws what the whole leaf draws there: what makes shards agree."""
-  whole = fmts.position_bits((8, 16, 32), fmts.noise_key(3), 2)
-  flat = fmts.position_bits((8 * 16 * 32,), fmts.noise_key(3), 2)
+  whole = fmts.scrambled_positions((8, 16, 32), fmts.noise_key(3), 2)
+  flat = fmts.scrambled_positions((8 * 16 * 32,), fmts.noise_key(3), 2)
   np.testing.assert_array_equal(np.asarray(whole).ravel(), flat)
   assert len(np.unique(np.asarray(whole))) == whole.size
 
@@ -554,6 +554,6 @@ def test_random_bits_of_an_element_are_spread_evenly_over_the_steps(part):
   n, shape = 1000, (32,)
   phases = fmts.noise_phase(jnp.arange(2**31 - n, 2**31 - 1, dtype=jnp.int32))
   draw = jax.vmap(lambda phase: getattr(fmts.noise(shape, fmts.noise_key(5), phase, 2), part))
-  draws = np.sort(np.asarray(draw(phases), np.float64), axis=0) / 65536
+  draws = np.sort(np.asarray(draw(phases), np.float64), axis=0) / 2**32
   even = (np.arange(len(draws)) + 0.5)[:, None] / len(draws)
   assert abs(draws - even).max() * len(draws) < 4

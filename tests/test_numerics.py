@@ -104,7 +104,7 @@ def _followed() -> dict[str, np.ndarray]:
 
   def step(carry, t):
     exact, error, stored = carry
-    bits = fmts.position_bits(SHAPE, fmts.mix(fmts.noise_key(1) + t.astype(jnp.uint32)), 0)
+    bits = fmts.mix(fmts.scrambled_positions(SHAPE, fmts.mix(fmts.noise_key(1) + t.astype(jnp.uint32)), 0))
     # The sum of four uniform numbers: nearly normal, and quick.
     uniform = sum((bits >> (8 * i) & 0xFF).astype(jnp.float32) for i in range(4))
     g = (uniform - 510) * np.float32(1 / 147.8) * jnp.where(t < STEPS // 5, before, after)
@@ -115,7 +115,7 @@ def _followed() -> dict[str, np.ndarray]:
     new = {}
     for r, fmt in formats.items():
       v = np.float32(0.999) * stored[r] + np.float32(0.001) * (g * g)
-      new[r] = fmts.decode(*fmts.encode(v, fmt, positive=True, noise16=noise), fmt)
+      new[r] = fmts.decode(*fmts.encode(v, fmt, positive=True, noise32=noise), fmt)
     return (total, (total - exact) - term, new), None
 
   zeros = jnp.zeros(SHAPE, jnp.float32)

@@ -39,7 +39,7 @@ constexpr int kHyperWords = 16;
 struct alignas(16) Hyper {
   float learning_rate, b1, one_minus_b1, b2, one_minus_b2, eps, eps_root, weight_decay;
   float mu_factor, grad_factor, nu_factor, sqrt_nu_factor, grad_scale;
-  uint32_t skip, key, phase;  // of the random bits: see Noise16
+  uint32_t skip, key, phase;  // of the noise: see NoiseOf
 };
 static_assert(sizeof(Hyper) == kHyperWords * 4);
 
@@ -168,20 +168,15 @@ OLP_FN float Decode(uint32_t code, FloatSpec f) {
   return Float(wide | sign);
 }
 
-// 16 random bits as a uniform integer below 2^drop.
-OLP_FN uint32_t AtDrop(uint32_t noise16, int drop) {
-  return drop >= 16 ? noise16 << (drop - 16) : noise16 >> (16 - drop);
-}
-
-// Float32 to a code, to nearest even or with 16 bits of noise. Saturates where the format does; NaN stays NaN.
-OLP_FN uint32_t Encode(float x, FloatSpec f, bool stochastic, uint32_t noise16) {
+// Float32 to a code, to nearest even or with 32 bits of noise. Saturates where the format does; NaN stays NaN.
+OLP_FN uint32_t Encode(float x, FloatSpec f, bool stochastic, uint32_t noise32) {
   const uint32_t bits = Bits(x);
   if (f.bits == 32) return bits;
   const int drop = 23 - f.mantissa;
   const uint32_t sign = (bits >> 31) << (f.bits - 1);
   const bool nan = Magnitude(x) > kInfinity;
   if (!Saturates(f)) {
-    const uint32_t up = stochastic ? AtDrop(noise16, drop) : ((1u << (drop - 1)) - 1) + ((bits >> drop) & 1u);
+    const uint32_t up = stochastic ? noise32 >> (32 - drop) : ((1u << (drop - 1)) - 1) + ((bits >> drop) & 1u);
     return nan ? f.nan : (bits + up) >> drop;
   }
   const int32_t magnitude = Magnitude(x) < f.max_bits ? Magnitude(x) : f.max_bits;
@@ -189,7 +184,7 @@ OLP_FN uint32_t Encode(float x, FloatSpec f, bool stochastic, uint32_t noise16) 
   uint32_t code;
   if (stochastic) {
     // Subnormal codes are equally spaced: adding a power of two aligns them in the sum's mantissa.
-    const uint32_t up = AtDrop(noise16, drop);
+    const uint32_t up = noise32 >> (32 - drop);
     const uint32_t aligned = Bits(Float(magnitude) + Float(min_normal)) - (1u << 23);
     code = ((magnitude < min_normal ? aligned : magnitude) + up - Rebias(f)) >> drop;
   } else {
@@ -236,9 +231,10 @@ OLP_FN uint32_t Mix(uint32_t x) {
 }
 
 OLP_FN uint32_t LeafKey(uint32_t key, uint32_t index) { return Mix(key + index * 0x85EBCA6Bu); }
-// The random bits of an element: mu takes the lower half, nu the upper half.
-OLP_FN uint32_t PositionBits(uint32_t leaf_key, uint32_t position) {
-  return Mix(position * 0x9E3779B9u + leaf_key);
+constexpr uint32_t kGolden = 0x9E3779B9u;  // 2^32 / golden ratio
+OLP_FN uint32_t Scramble(uint32_t leaf_key, uint32_t position) {
+  const uint32_t x = position * kGolden + leaf_key;
+  return x ^ (x >> 15);
 }
 // The position (modulo 2^32) in the whole leaf of a shard's element.
 OLP_FN uint32_t Position(const Layout& layout, int64_t element) {
@@ -248,7 +244,9 @@ OLP_FN uint32_t Position(const Layout& layout, int64_t element) {
   return *layout.base + static_cast<uint32_t>(element - run * layout.run + (run - group * layout.runs) * layout.run_stride +
                                               group * layout.group_stride);
 }
-OLP_FN uint32_t MasterBits(uint32_t position_bits) { return Mix(position_bits ^ 0x9E3779B9u); }
+// The noise of part k, see optax_lowprec/formats.py: `phase` goes round by the golden ratio from step to step.
+OLP_FN constexpr uint32_t NoiseFactor(int k) { return k == kMu ? 0xDB4F0B91u : k == kNu ? 0xAC564B05u : 0xCC9E2D51u; }
+OLP_FN uint32_t NoiseOf(int k, uint32_t scrambled, uint32_t phase) { return scrambled * NoiseFactor(k) + phase; }
 
 // --- parameters and remainders --------------------------------------------------------------------------------------
 
@@ -282,7 +280,7 @@ struct Remainder {
   int32_t rest;
 };
 
-OLP_FN Remainder EncodeRemainder(float master, DType param_dtype, int bits, bool stochastic, uint32_t noise16) {
+OLP_FN Remainder EncodeRemainder(float master, DType param_dtype, int bits, bool stochastic, uint32_t noise32) {
   const uint32_t w = Bits(master);
   if (param_dtype == kF16) {
     const uint32_t code = CastTo(master, kF16);
@@ -294,7 +292,7 @@ OLP_FN Remainder EncodeRemainder(float master, DType param_dtype, int bits, bool
     rest = Magnitude(p) < kInfinity ? rest : 0.0f;
     // |rest| is at most 2^15, so adding 1.5 * 2^23 rounds it to an integer, half to even.
     const float magic = 12582912.0f;
-    const float dithered = rest + static_cast<float>(static_cast<int32_t>(noise16)) * Float(PowerBits(-16));
+    const float dithered = rest + static_cast<float>(static_cast<int32_t>(noise32 >> 8)) * Float(PowerBits(-24));
     const float truncated = static_cast<float>(static_cast<int32_t>(dithered));
     const float floor = truncated > dithered ? truncated - 1.0f : truncated;
     rest = stochastic ? floor : (rest + magic) - magic;
@@ -310,7 +308,7 @@ OLP_FN Remainder EncodeRemainder(float master, DType param_dtype, int bits, bool
   const bool special = Magnitude(master) >= kInfinity;
   uint32_t kept = w;
   if (bits == 8) {
-    kept = w + (stochastic ? noise16 >> 8 : 0x80u);
+    kept = w + (stochastic ? noise32 >> 24 : 0x80u);
     // Rounding up must not carry a finite master into infinity.
     kept = (kept & kInfinityBits) == kInfinityBits ? (w & kSignBit) | 0x7F7FFF00u : kept & 0xFFFFFF00u;
     kept = special ? w : kept;

@@ -89,7 +89,7 @@ struct alignas(64) Tile {
   float root[kTile];
   float w[kTile];  // the master, then the new one
   float out[kTile];
-  uint32_t noise[kTile];
+  uint32_t noise[kTile];  // of scrambled positions
   uint32_t param[kTile];  // codes of the new one
 };
 
@@ -155,14 +155,14 @@ void Load(DType d, const void* from, int64_t first, int64_t n, float scale, floa
 
 template <bool kStochastic, bool kPositive>
 void StoreCodes(DType d, bool scaled, const float* __restrict__ x, float inverse, const uint32_t* __restrict__ noise,
-                int noise_shift, uint32_t phase, int64_t n, void* to, int64_t first) {
+                PartIndex k, uint32_t phase, int64_t n, void* to, int64_t first) {
   WithDType(d, [&](auto tag) {
     constexpr DType kD = decltype(tag)::value;
     uint32_t codes[kTile];
     const uint32_t smallest = SmallestCode(SpecOf(kD), scaled);
     for (int64_t i = 0; i < n; ++i) {
-      const uint32_t noise16 = kStochastic ? ((noise[i] >> noise_shift) + phase) & 0xFFFFu : 0u;
-      uint32_t code = Encode(x[i] * inverse, SpecOf(kD), kStochastic, noise16);
+      const uint32_t noise32 = kStochastic ? NoiseOf(k, noise[i], phase) : 0u;
+      uint32_t code = Encode(x[i] * inverse, SpecOf(kD), kStochastic, noise32);
       if (kPositive) code = x[i] > 0.0f && code == 0 ? smallest : code;
       codes[i] = code;
     }
@@ -228,8 +228,8 @@ void StoreRemainder(const float* __restrict__ w, const uint32_t* __restrict__ no
                     void* to, int64_t first, uint32_t* __restrict__ param) {
   int32_t rest[kTile];
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t noise16 = kStochastic ? (noise[i] + phase) & 0xFFFFu : 0u;
-    const Remainder r = EncodeRemainder(w[i], kParam, 8 * sizeof(Rest), kStochastic, noise16);
+    const uint32_t noise32 = kStochastic ? NoiseOf(kMaster, noise[i], phase) : 0u;
+    const Remainder r = EncodeRemainder(w[i], kParam, 8 * sizeof(Rest), kStochastic, noise32);
     rest[i] = r.rest;
     param[i] = r.param;
   }
@@ -308,13 +308,12 @@ float FiniteAbsmax(const float* x, int64_t n) {
 void StorePiece(const Part& part, PartIndex k, const float* x, const uint32_t* noise, uint32_t phase, float inverse,
                 int64_t n, int64_t first) {
   const bool scaled = part.scaling != kUnscaled;
-  const int shift = k == kNu ? 16 : 0;
   if (k == kNu) {
-    part.stochastic ? StoreCodes<true, true>(part.dtype, scaled, x, inverse, noise, shift, phase, n, part.out, first)
-                    : StoreCodes<false, true>(part.dtype, scaled, x, inverse, noise, shift, phase, n, part.out, first);
+    part.stochastic ? StoreCodes<true, true>(part.dtype, scaled, x, inverse, noise, k, phase, n, part.out, first)
+                    : StoreCodes<false, true>(part.dtype, scaled, x, inverse, noise, k, phase, n, part.out, first);
   } else {
-    part.stochastic ? StoreCodes<true, false>(part.dtype, scaled, x, inverse, noise, shift, phase, n, part.out, first)
-                    : StoreCodes<false, false>(part.dtype, scaled, x, inverse, noise, shift, phase, n, part.out, first);
+    part.stochastic ? StoreCodes<true, false>(part.dtype, scaled, x, inverse, noise, k, phase, n, part.out, first)
+                    : StoreCodes<false, false>(part.dtype, scaled, x, inverse, noise, k, phase, n, part.out, first);
   }
 }
 
@@ -356,7 +355,7 @@ void StoreTile(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, Tile&
       const int64_t run = leaf.layout.run;
       const int64_t end = run == 0 ? n : Min(n, begin + run - (first + begin) % run);
       const uint32_t position = Position(leaf.layout, first + begin);
-      for (int64_t i = begin; i < end; ++i) t.noise[i] = PositionBits(key, position + static_cast<uint32_t>(i - begin));
+      for (int64_t i = begin; i < end; ++i) t.noise[i] = Scramble(key, position + static_cast<uint32_t>(i - begin));
       begin = end;
     }
   }
@@ -367,9 +366,6 @@ void StoreTile(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, Tile&
     return Store(leaf.out_dtype, t.out, n, leaf.out, first);
   }
 
-  if (master.stochastic) {
-    for (int64_t i = 0; i < n; ++i) t.noise[i] = MasterBits(t.noise[i]);
-  }
   if (master.dtype == kRemainder16) {
     StoreRemainderOf<int16_t>(leaf, h.phase, first, n, t);
   } else if (master.dtype == kRemainder8) {

@@ -61,30 +61,21 @@ OLP_FN void Store8(__m256i x, void* to, int64_t i) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(static_cast<uint8_t*>(to) + i), _mm_packus_epi16(words, words));
 }
 
-OLP_FN __m256i Mix(__m256i x) {
-  x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
-  x = _mm256_mullo_epi32(x, Splat(0x7FEB352Du));
-  x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
-  x = _mm256_mullo_epi32(x, Splat(0x846CA68Bu));
-  return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
-}
-
-// Finite scaled values to codes, to nearest even or with 16 bits of noise: Encode without what these cannot need.
+// Finite scaled values to codes, to nearest even or with 32 bits of noise: Encode without what these cannot need.
 template <DType D, bool kPositive, bool kStochastic = false>
-OLP_FN void StoreScaled(__m256 source, __m256 inverse, void* to, int64_t i, __m256i noise16 = Splat(0)) {
+OLP_FN void StoreScaled(__m256 source, __m256 inverse, void* to, int64_t i, __m256i noise32 = Splat(0)) {
   constexpr FloatSpec kSpec = SpecOf(D);
   constexpr int kDrop = 23 - kSpec.mantissa;
   const __m256i min_normal = Splat(PowerBits(kSpec.min_exponent));
   const __m256 x = _mm256_mul_ps(source, inverse);
   __m256i code;
   if constexpr (kStochastic) {
-    static_assert(kDrop >= 16);
     // The product of an absmax and the inverse of its scale may be a little over the largest code.
     const __m256i magnitude = _mm256_min_epi32(Magnitudes(x), Splat(static_cast<uint32_t>(kSpec.max_bits)));
     const __m256i aligned = _mm256_sub_epi32(Ints(_mm256_add_ps(Floats(magnitude), Floats(min_normal))),
                                              Splat(1u << 23));
     const __m256i bits = _mm256_blendv_epi8(magnitude, aligned, _mm256_cmpgt_epi32(min_normal, magnitude));
-    const __m256i up = _mm256_slli_epi32(noise16, kDrop - 16);
+    const __m256i up = _mm256_srli_epi32(noise32, 32 - kDrop);
     code = _mm256_srli_epi32(_mm256_sub_epi32(_mm256_add_epi32(bits, up), Splat(Rebias(kSpec))), kDrop);
   } else {
     const __m256i magnitude = Magnitudes(x);
@@ -197,18 +188,21 @@ bool QuickBlock(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, int6
   const Scale mu_new = ScaleOf(Float(mu_absmax), SpecOf(kE4M3));
   const Scale nu_new = ScaleOf(Float(stored_absmax), SpecOf(N));
   const Scale w_new = ScaleOf(Float(w_absmax), SpecOf(kF16));
-  // What PositionBits mixes: a block lies within a run, so that its positions are on end.
+  // What is scrambled: a block lies within a run, so that its positions are on end.
   const uint32_t position = kMuNoise || kNuNoise ? Position(leaf.layout, first) : 0;
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  __m256i to_mix = _mm256_add_epi32(_mm256_mullo_epi32(_mm256_add_epi32(lanes, Splat(position)), Splat(0x9E3779B9u)),
+  __m256i weyl = _mm256_add_epi32(_mm256_mullo_epi32(_mm256_add_epi32(lanes, Splat(position)), Splat(kGolden)),
                                     Splat(LeafKey(h.key, leaf.index)));
   for (int64_t i = 0; i < n; i += kLanes) {
     __m256i mu_noise = Splat(0), nu_noise = Splat(0);
     if constexpr (kMuNoise || kNuNoise) {
-      const __m256i bits = Mix(to_mix);
-      to_mix = _mm256_add_epi32(to_mix, Splat(0x9E3779B9u * kLanes));
-      mu_noise = _mm256_and_si256(_mm256_add_epi32(bits, Splat(h.phase)), Splat(0xFFFFu));
-      nu_noise = _mm256_srli_epi32(_mm256_add_epi32(bits, Splat(h.phase << 16)), 16);
+      const __m256i scrambled = _mm256_xor_si256(weyl, _mm256_srli_epi32(weyl, 15));
+      weyl = _mm256_add_epi32(weyl, Splat(kGolden * kLanes));
+      const auto noise_of = [&](int k) {
+        return _mm256_add_epi32(_mm256_mullo_epi32(scrambled, Splat(NoiseFactor(k))), Splat(h.phase));
+      };
+      if constexpr (kMuNoise) mu_noise = noise_of(kMu);
+      if constexpr (kNuNoise) nu_noise = noise_of(kNu);
     }
     StoreScaled<kE4M3, false, kMuNoise>(_mm256_load_ps(mu + i), splat(mu_new.inverse), mu_part.out, first + i,
                                         mu_noise);

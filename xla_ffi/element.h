@@ -84,20 +84,13 @@ OLP_FN float SourceOf(const Leaf& leaf, int k, const Element& e) {
   return k == kMu ? e.mu : k == kMaster ? e.master : leaf.part[kNu].sqrt ? e.root : e.nu;
 }
 
-// Noise of part k from an element's random bits, which are the same in every step, and the step's `phase`, which goes
-// round by the golden ratio.
-OLP_FN uint32_t Noise16(int k, uint32_t position_bits, uint32_t phase) {
-  const uint32_t bits = k == kMu ? position_bits : k == kNu ? position_bits >> 16 : MasterBits(position_bits);
-  return (bits + phase) & 0xFFFFu;
-}
-
 // The code of part k (which is not a remainder) for `source`.
-OLP_FN uint32_t EncodePart(const Part& part, int k, float source, float inverse, uint32_t position_bits,
+OLP_FN uint32_t EncodePart(const Part& part, int k, float source, float inverse, uint32_t scrambled,
                            uint32_t phase) {
   const FloatSpec spec = SpecOf(part.dtype);
   const bool scaled = part.scaling != kUnscaled;
-  const uint32_t noise16 = part.stochastic ? Noise16(k, position_bits, phase) : 0;
-  const uint32_t code = Encode(scaled ? source * inverse : source, spec, part.stochastic, noise16);
+  const uint32_t noise32 = part.stochastic ? NoiseOf(k, scrambled, phase) : 0;
+  const uint32_t code = Encode(scaled ? source * inverse : source, spec, part.stochastic, noise32);
   return k == kNu && source > 0.0f && code == 0 ? SmallestCode(spec, scaled) : code;
 }
 

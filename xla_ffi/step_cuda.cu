@@ -284,17 +284,15 @@ __device__ __forceinline__ Words<V> CastWords(DType d, const float (&x)[V]) {
   return out;
 }
 
-// A finite value with 16 bits of noise below float8_e4m3fn's last place, cut off: the conversion is then exact. The first
-// is for values that are normal as such, and for zeros.
-__device__ __forceinline__ float DitheredNormal(float x, uint32_t noise16) {
-  return __uint_as_float((__float_as_uint(x) + (noise16 << 4)) & 0xFFF00000u);
+// A finite value with noise below float8_e4m3fn's last place, cut off: the conversion is then exact. The first is for
+// values that are normal as such, and for zeros.
+__device__ __forceinline__ float DitheredNormal(float x, uint32_t noise32) {
+  return __uint_as_float((__float_as_uint(x) + (noise32 >> 12)) & 0xFFF00000u);
 }
-__device__ __forceinline__ float Dithered(float x, uint32_t noise16) {
-  const uint32_t noise = noise16 << 4;
+__device__ __forceinline__ float Dithered(float x, uint32_t noise32) {
   const float min_normal = 0x1p-6f;
-  const float normal = DitheredNormal(x, noise16);
-  const float small = __uint_as_float((__float_as_uint(fabsf(x) + min_normal) + noise) & 0xFFF00000u) - min_normal;
-  return fabsf(x) < min_normal ? copysignf(small, x) : normal;
+  const float small = DitheredNormal(fabsf(x) + min_normal, noise32) - min_normal;
+  return fabsf(x) < min_normal ? copysignf(small, x) : DitheredNormal(x, noise32);
 }
 
 // --- quick maths ----------------------------------------------------------------------------------------------------
@@ -411,19 +409,19 @@ struct Formats {
   }
 };
 
-__device__ __forceinline__ uint32_t RandomBits(const Leaf& leaf, const Hyper* words, int64_t i) {
-  return PositionBits(LeafKey(words->key, leaf.index), Position(leaf.layout, i));
+__device__ __forceinline__ uint32_t Scrambled(const Leaf& leaf, const Hyper* words, int64_t i) {
+  return Scramble(LeafKey(words->key, leaf.index), Position(leaf.layout, i));
 }
 
 __device__ __noinline__ uint32_t ExactCode(const Leaf& leaf, const Hyper* words, int k, float source, float inverse,
                                           int64_t i) {
-  return EncodePart(leaf.part[k], k, source, inverse, RandomBits(leaf, words, i), words->phase);
+  return EncodePart(leaf.part[k], k, source, inverse, Scrambled(leaf, words, i), words->phase);
 }
 
 __device__ __noinline__ Remainder ExactRemainder(const Leaf& leaf, const Hyper* words, float master, int64_t i) {
   const Part& part = leaf.part[kMaster];
-  const uint32_t noise16 = Noise16(kMaster, RandomBits(leaf, words, i), words->phase);
-  return EncodeRemainder(master, leaf.p_dtype, RemainderBits(part.dtype), part.stochastic, noise16);
+  const uint32_t noise32 = NoiseOf(kMaster, Scrambled(leaf, words, i), words->phase);
+  return EncodeRemainder(master, leaf.p_dtype, RemainderBits(part.dtype), part.stochastic, noise32);
 }
 
 // The largest of `x` in a group of lanes (a power of two).
@@ -649,8 +647,7 @@ __device__ __forceinline__ void StoreBlock(const DeviceLeaf& leaf, const Hyper* 
         uint32_t noise[V];
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-          const uint32_t bits = PositionBits(key, position + static_cast<uint32_t>(at.element(i) - at.first));
-          noise[i] = Noise16(k, bits, h.phase);
+          noise[i] = NoiseOf(k, Scramble(key, position + static_cast<uint32_t>(at.element(i) - at.first)), h.phase);
         }
         if (tiny) {
 #pragma unroll

@@ -213,7 +213,7 @@ Hyper HyperOf(int step, bool nesterov, bool eps_root, uint32_t key) {
   h.sqrt_nu_factor = std::sqrt(h.nu_factor);
   h.grad_scale = step == 1 ? 0.37f : 1.0f;
   h.key = key;
-  h.phase = (key * static_cast<uint32_t>(step)) >> 16;
+  h.phase = static_cast<uint32_t>(step) * kGolden;
   return h;
 }
 

@@ -154,10 +154,10 @@ inline void ReferenceAbsmax(const Leaf& leaf, const Hyper& h, float* absmax) {
 // `absmax`: of the leaf's parts, for tensor scales. Inputs and outputs are apart.
 inline void ReferenceStep(const Leaf& leaf, const Hyper& h, const float* absmax) {
   std::vector<Element> elements(leaf.size);
-  std::vector<uint32_t> random(leaf.size);
+  std::vector<uint32_t> scrambled(leaf.size);
   for (int64_t i = 0; i < leaf.size; ++i) {
     elements[i] = StepElement(leaf, h, i);
-    random[i] = PositionBits(LeafKey(h.key, leaf.index), Position(leaf.layout, i));
+    scrambled[i] = Scramble(LeafKey(h.key, leaf.index), Position(leaf.layout, i));
   }
   std::vector<uint32_t> params(leaf.size);
   for (int k = 0; k < kParts; ++k) {
@@ -166,7 +166,7 @@ inline void ReferenceStep(const Leaf& leaf, const Hyper& h, const float* absmax)
     if (IsRemainder(part.dtype)) {
       for (int64_t i = 0; i < leaf.size; ++i) {
         const Remainder r = EncodeRemainder(elements[i].master, leaf.p_dtype, RemainderBits(part.dtype),
-                                            part.stochastic, Noise16(k, random[i], h.phase));
+                                            part.stochastic, NoiseOf(k, scrambled[i], h.phase));
         params[i] = r.param;
         StoreCode(part.dtype, part.out, i, static_cast<uint32_t>(r.rest));
       }
@@ -186,7 +186,7 @@ inline void ReferenceStep(const Leaf& leaf, const Hyper& h, const float* absmax)
     for (int64_t i = 0; i < leaf.size; ++i) {
       const Scale& s = scales[part.scaling == kBlock ? BlockOf(leaf, part, i) : 0];
       const float source = SourceOf(leaf, k, elements[i]);
-      StoreCode(part.dtype, part.out, i, EncodePart(part, k, source, s.inverse, random[i], h.phase));
+      StoreCode(part.dtype, part.out, i, EncodePart(part, k, source, s.inverse, scrambled[i], h.phase));
       if (k == kMaster) params[i] = CastTo(elements[i].master, leaf.p_dtype);
     }
     if (part.scaling == kUnscaled) continue;
