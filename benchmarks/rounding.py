@@ -60,8 +60,8 @@ def displacement(master: Any, moments: dict[str, Any], learning_rate: float, ste
   return (end - np.asarray(start, np.float64)) / exact
 
 
-def displacement_golden(name: str, learning_rate: float, steps: int) -> np.ndarray:
-  """The same with the candidate's noise, which the package does not have: the master's part of the step alone."""
+def displacement_hashed(name: str, learning_rate: float, steps: int) -> np.ndarray:
+  """The same with another noise than the package's: the master's part of the step alone."""
   rng = np.random.default_rng(0)
   start = jnp.asarray(rng.normal(0.02, 0.001, SHAPE), jnp.bfloat16).astype(jnp.float32)
   sign = np.where(rng.random(SHAPE) < 0.5, 1, -1)
@@ -69,7 +69,7 @@ def displacement_golden(name: str, learning_rate: float, steps: int) -> np.ndarr
   fmt = StateFormat(name, rounding="stochastic")
 
   def step(w, t):
-    noise = even_noise(SHAPE, t)
+    noise = hashed_noise(SHAPE, t)
     if fmt.is_remainder:
       return formats.decode_remainder(*formats.encode_remainder(w - update, jnp.bfloat16, fmt, noise)), None
     return formats.decode(*formats.encode(w - update, fmt, noise32=noise), fmt), None
@@ -85,7 +85,7 @@ def master_rows(steps: int, implementation: str | None) -> list[dict[str, Any]]:
       for name, how in MASTERS.items()
   }
   for name in ("remainder8", "float16"):
-    measures[f"{name}, golden ratio (candidate)"] = functools.partial(displacement_golden, name, steps=steps)
+    measures[f"{name}, hashed (candidate)"] = functools.partial(displacement_hashed, name, steps=steps)
   for name, moved_at in measures.items():
     row: dict[str, Any] = {"master": name}
     for learning_rate in (1e-6, 1e-7):
@@ -125,15 +125,18 @@ def scales(t: Any, steps: int, uniform: Any) -> Any:
   return jnp.where(column % 64 == 0, 4.0, base * factor)
 
 
-def even_noise(shape: tuple[int, ...], t: Any) -> Any:
-  """A candidate: a hashed phase for each element, and from step to step the golden ratio's multiples."""
-  phase = formats.position_bits(shape, jnp.uint32(12345), 0)
-  return (phase + t.astype(jnp.uint32) * np.uint32(0x9E3779B9)) >> 16
+def hashed_noise(shape: tuple[int, ...], t: Any) -> Any:
+  """A candidate: a new hash in every step."""
+  return formats.mix(formats.scrambled_positions(shape, formats.mix(jnp.uint32(12345) + t.astype(jnp.uint32)), 0))
 
 
-def nu_formats() -> dict[str, tuple[StateFormat, str]]:
+def package_noise(shape: tuple[int, ...], t: Any) -> Any:
+  return formats.noise(shape, formats.noise_key(0), formats.noise_phase(t), 0).nu
+
+
+def nu_formats() -> dict[str, tuple[StateFormat, Any]]:
   e4m3 = functools.partial(StateFormat, "float8_e4m3fn", transform="sqrt")
-  result: dict[str, tuple[StateFormat, str]] = {}
+  result: dict[str, tuple[StateFormat, Any]] = {}
   for name, make in {
       "e4m3 sqrt, block 128": e4m3,
       "e4m3 sqrt, block 32": functools.partial(e4m3, block_size=32),
@@ -141,10 +144,10 @@ def nu_formats() -> dict[str, tuple[StateFormat, str]]:
       "float16, block 128": functools.partial(StateFormat, "float16"),
       "bfloat16": functools.partial(StateFormat, "bfloat16", scaling=None),
   }.items():
-    result[f"{name}, nearest"] = make(), "hash"
-    result[f"{name}, stochastic"] = make(rounding="stochastic"), "hash"
+    result[f"{name}, nearest"] = make(), package_noise
+    result[f"{name}, stochastic"] = make(rounding="stochastic"), package_noise
     if name.startswith("e4m3 sqrt, block 128"):
-      result[f"{name}, golden ratio"] = make(rounding="stochastic"), "golden"
+      result[f"{name}, hashed"] = make(rounding="stochastic"), hashed_noise
   return result
 
 
@@ -161,10 +164,9 @@ def nu_rows(steps: int, b2: float) -> list[dict[str, Any]]:
     g64 = g.astype(jnp.float64)
     exact = b2 * exact + (1 - b2) * g64 * g64
     new = {}
-    for name, (fmt, kind) in names.items():
+    for name, (fmt, noise) in names.items():
       v = np.float32(b2) * stored[name] + np.float32(1 - b2) * (g * g)
-      noise = even_noise(SHAPE, t) if kind == "golden" else formats.noise(SHAPE, formats.step_key(0, t), 0).nu
-      new[name] = formats.decode(*formats.encode(v, fmt, positive=True, noise32=noise), fmt)
+      new[name] = formats.decode(*formats.encode(v, fmt, positive=True, noise32=noise(SHAPE, t)), fmt)
     return (exact, new), None
 
   @jax.jit
@@ -208,8 +210,7 @@ def stopped(b2: float, rounding: str, noisy: bool, before: int, after: int) -> d
     g = jnp.where(top, (normal if noisy else np.float32(1)) * np.float32(1e-3), others)
     g64 = g.astype(jnp.float64)
     v = np.float32(b2) * stored + np.float32(1 - b2) * (g * g)
-    noise = formats.noise(SHAPE, formats.step_key(0, t), 0).nu
-    new = formats.decode(*formats.encode(v, fmt, positive=True, noise32=noise), fmt)
+    new = formats.decode(*formats.encode(v, fmt, positive=True, noise32=package_noise(SHAPE, t)), fmt)
     return (b2 * exact + (1 - b2) * g64 * g64, new), None
 
   run = jax.jit(lambda carry, times: jax.lax.scan(step, carry, times)[0])

@@ -119,8 +119,8 @@ class StateFormat:
       for the whole leaf, ``None`` stores the value itself. Remainders have none.
     block_size: elements of a block.
     transform: ``"sqrt"`` stores the square root; only for ``nu``, whose values are never negative.
-    rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased between the two neighbouring codes, with
-      bits from the seed, the step, the leaf and the element's position).
+    rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased between the two neighbouring codes, by noise
+      from the seed, the step, the leaf and the element's position).
 
   Raises:
     ValueError: for an unknown dtype, scaling, transform or rounding, or a block size that is not a positive integer.
@@ -310,7 +310,7 @@ def expand_scale(scale: Array, shape: tuple[int, ...], fmt: StateFormat) -> Arra
 # of which stochastic rounding takes the upper bits, as many as it drops of the value. Within a step it is a hash of the
 # position, cheap enough to be drawn for every element. Over the steps of one element it is an additive recurrence with
 # the golden ratio (a Kronecker sequence; its discrepancy over n steps is of the order of log(n) / n, that of random
-# numbers of 1 / sqrt(n): L. Kuipers and H. Niederreiter, Uniform Distribution of Sequences, Wiley 1974, chapter 2):
+# numbers of 1 / sqrt(n): L. Kuipers and H. Niederreiter, Uniform Distribution of Sequences, Wiley 1974, chapter 2), so that the
 # rounding errors of successive steps cancel instead of walking. docs/numerics.md has the figures.
 
 _GOLDEN = np.uint32(0x9E3779B9)

@@ -557,3 +557,15 @@ def test_random_bits_of_an_element_are_spread_evenly_over_the_steps(part):
   draws = np.sort(np.asarray(draw(phases), np.float64), axis=0) / 2**32
   even = (np.arange(len(draws)) + 0.5)[:, None] / len(draws)
   assert abs(draws - even).max() * len(draws) < 4
+
+
+@pytest.mark.parametrize("name", table.DTYPES)
+def test_a_name_for_nu_means_stochastic_rounding_where_nearest_stalls(name):
+  """Dtypes, names and what callables return; a StateFormat, mu and masters keep to nearest."""
+  wanted = "stochastic" if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") else "nearest"
+  leaf = jnp.ones((64, 128), jnp.bfloat16)
+  for spec in (name, jnp.dtype(name), lambda path, leaf: name):
+    formats = fmts.Formats(*(fmts.canonical_format(spec, part) for part in ("mu", "nu", "master")), 0).leaf((), leaf)
+    assert (formats.mu.rounding, formats.nu.rounding, formats.master.rounding) == ("nearest", wanted, "nearest")
+  explicit = StateFormat(name)
+  assert fmts.canonical_format(explicit, "nu") == explicit and explicit.rounding == "nearest"

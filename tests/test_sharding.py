@@ -17,6 +17,7 @@ import optax
 import pytest
 import table
 from table import StateFormat
+from test_kernels import NEAREST
 from test_kernels import SPECIALISED
 
 import optax_lowprec as olp
@@ -221,7 +222,8 @@ def test_explicit_meshes(name, implementation):
 
 
 def test_inside_shard_map(implementation):
-  tx = optimizer(implementation, {})
+  """The bits of the step outside, but for stochastic rounding, whose positions are those in the shard."""
+  tx = optimizer(implementation, NEAREST)
   params, grads = table.tree(SHAPES, jnp.bfloat16), table.tree(SHAPES, jnp.bfloat16, seed=5)
   state = tx.init(params)
   spec = lambda tree: jax.tree.map(lambda x: P("x") if x.ndim and x.shape[0] % 4 == 0 else P(), tree)
