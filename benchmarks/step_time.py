@@ -54,6 +54,8 @@ def rows(implementation: str) -> list[Row]:
       Row("bf16 f16 master fp8/fp8", bf16, ours(master="float16")),
       Row("bf16 remainder16 fp8/f16", bf16, ours(nu="float16")),
       Row("bf16 remainder16 fp8/fp8, nearest", bf16, ours(mu=NEAREST_MU, nu=NEAREST_NU)),
+      Row("bf16 remainder8 fp8/fp8, nearest", bf16, ours(master="remainder8", mu=NEAREST_MU, nu=NEAREST_NU)),
+      Row("f32 fp8/fp8, nearest", f32, ours(mu=NEAREST_MU, nu=NEAREST_NU)),
       Row("bf16 remainder16 fp8/fp8 stochastic", bf16, ours(mu=SR_MU, nu=SR_NU)),
       Row("bf16 remainder16 e5m2/fp8 (generic kernel)", bf16, ours(mu="float8_e5m2")),
       Row("bf16 remainder16 fp8/fp8 tensor", bf16, ours(mu=olp.StateFormat("float8_e4m3fn", "tensor"), nu=TENSOR_NU)),
@@ -187,7 +189,8 @@ def main() -> None:
     record = {"tree": args.tree, "ceiling_GB/s": round(top, 1), "kernel": kernel, "steps": args.steps}
     # After each row: a run that is cut short keeps what it measured.
     path = common.write(f"step_time_{args.tree}_{jax.default_backend()}", {**record, "results": results}, args.out)
-  print(common.table(results, ["row", "ms", "of_optax_f32", "GB/s", "of_ceiling", "in_place", "temp_MB", "compile_s", "error"]))
+  columns = ["row", "ms", "of_optax_f32", "GB/s", "of_ceiling", "in_place", "temp_MB", "compile_s", "error"]
+  print(common.table(results, columns))
   print(f"written to {path.name}")
 
 

@@ -310,8 +310,8 @@ def expand_scale(scale: Array, shape: tuple[int, ...], fmt: StateFormat) -> Arra
 # of which stochastic rounding takes the upper bits, as many as it drops of the value. Within a step it is a hash of the
 # position, cheap enough to be drawn for every element. Over the steps of one element it is an additive recurrence with
 # the golden ratio (a Kronecker sequence; its discrepancy over n steps is of the order of log(n) / n, that of random
-# numbers of 1 / sqrt(n): L. Kuipers and H. Niederreiter, Uniform Distribution of Sequences, Wiley 1974, chapter 2), so that the
-# rounding errors of successive steps cancel instead of walking. docs/numerics.md has the figures.
+# numbers of 1 / sqrt(n): L. Kuipers and H. Niederreiter, Uniform Distribution of Sequences, Wiley 1974, chapter 2), so
+# that the rounding errors of successive steps cancel instead of walking. docs/numerics.md has the figures.
 
 _GOLDEN = np.uint32(0x9E3779B9)
 # Odd numbers that were chosen by trial: of 2^21 positions on end, the upper 16 bits of no two at any of 600 distances
