@@ -432,17 +432,17 @@ def test_formats_by_parameter(implementation):
   embedding = lambda path: jax.tree_util.keystr(path) == "['embedding']"
   by_leaf = dict(
       mu=lambda path, leaf: "float32" if embedding(path) else "float8_e5m2",
-      nu=lambda path, leaf: StateFormat("bfloat16", None) if leaf.shape[0] == 16 else "float8_e4m3fn",
+      nu=lambda path, leaf: StateFormat("float16") if leaf.shape[0] == 16 else "float8_e4m3fn",
       master=lambda path, leaf: None if embedding(path) else "remainder8",
   )
   gradients = table.Gradients({k: v.shape for k, v in params.items()})
   make = functools.partial(olp.adamw, 1e-2, min_quantized_size=0, implementation=implementation)
   new, state = table.run_steps(make(**by_leaf), params, gradients.at, 5)
   assert state.mu["embedding"].dtype == jnp.float32 and state.mu["head"].dtype == jnp.float8_e5m2
-  assert state.nu["embedding"].dtype == jnp.bfloat16 and state.nu["head"].dtype == jnp.float8_e4m3fn
+  assert state.nu["embedding"].dtype == jnp.float16 and state.nu["head"].dtype == jnp.float8_e4m3fn
   assert state.master["embedding"].shape != params["embedding"].shape and state.master["head"].dtype == jnp.int8
   for name, formats in (
-      ("embedding", dict(mu="float32", nu="bfloat16", master=None)),
+      ("embedding", dict(mu="float32", nu="float16", master=None)),
       ("head", dict(mu="float8_e5m2", nu="float8_e4m3fn", master="remainder8")),
   ):
     alone, alone_state = table.run_steps(make(**formats), params, gradients.at, 5)

@@ -272,7 +272,7 @@ def test_case_26_small_steps_are_not_lost(fused, implementation):
   """apex #1728, OneTrainer #996: lr 1e-6 in bfloat16; 1000 equal steps move the master by 1e-3."""
   params = {"w": jnp.full((4, 64), 1.0, jnp.bfloat16)}
   one = lambda t, p: jax.tree.map(jnp.ones_like, p)
-  tx = olp.adamw(1e-6, weight_decay=0.0, min_quantized_size=0, implementation=implementation)
+  tx = olp.adamw(1e-6, weight_decay=0.0, nu="float32", min_quantized_size=0, implementation=implementation)
   new, state = table.run_steps(tx, params, one, 1000, fused=fused)
   # 1e-6 is 16.8 places of a float32 below 1, so float32 itself walks 17: 1.3 % further than 1e-3.
   right, _ = table.run_steps(optax.adamw(1e-6, weight_decay=0.0), {"w": jnp.ones((4, 64))}, one, 1000)
