@@ -20,7 +20,6 @@ KERNELS = [
     ("bf16_remainder8_fp8_fp8_default", "fused"),
     ("f32_fp8_fp8_default_g32", "fused"),
     ("bf16_remainder16_fp8_fp8", "fused"),  # mu and nu rounded to nearest
-    ("bf16_remainder16_fp8_fp8_stochastic", "fused"),
     ("f32_f32_f32_g32", "fused"),
     ("bf16_remainder16_e5m2_fp8", "fused"),  # formats read at run time
     ("bf16_remainder16_fp8_fp8_default", "chain"),

@@ -361,6 +361,14 @@ struct Quick {
   }
 };
 
+// A signed byte of a word times 2^8.
+__device__ __forceinline__ uint32_t ByteTimes256(uint32_t word, int byte) {
+  const uint32_t sign = 8 | byte;
+  uint32_t x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(word), "r"(0), "r"(sign << 12 | sign << 8 | byte << 4 | 4));
+  return x;
+}
+
 // The same words, but the compiler does not know: it shall decode them again and not keep what they decoded to.
 template <int V>
 __device__ __forceinline__ Words<V> Opaque(Words<V> x) {
@@ -622,7 +630,8 @@ __device__ __forceinline__ void StoreBlock(const DeviceLeaf& leaf, const Hyper* 
     const float(&source)[V] = k == kMu ? of.mu : k == kNu ? of.stored : of.w;
     const bool dithers = F::stochastic(leaf, k);
     Words<V> codes = {};
-    if (F::kRunTime && (dithers || (k == kNu && !Saturates(SpecOf(d)) && scaling != kUnscaled))) {
+    const bool quick_noise = d == kE4M3;
+    if (F::kRunTime && ((dithers && !quick_noise) || (k == kNu && !Saturates(SpecOf(d)) && scaling != kUnscaled))) {
 #pragma unroll
       for (int i = 0; i < V; ++i) Insert(d, codes, i, ExactCode(leaf, words, k, source[i], s.inverse, at.element(i)));
     } else {
@@ -641,7 +650,7 @@ __device__ __forceinline__ void StoreBlock(const DeviceLeaf& leaf, const Hyper* 
           for (int i = 0; i < V; ++i) x[i] = source[i] > 0.0f ? fmaxf(x[i], least) : x[i];
         }
       }
-      if (!F::kRunTime && dithers) {
+      if (dithers && quick_noise) {
         const uint32_t key = LeafKey(h.key, leaf.index);
         const uint32_t position = Position(leaf.layout, at.first);  // a block lies within a run
         uint32_t noise[V];
@@ -682,16 +691,22 @@ __device__ __forceinline__ void StoreBlock(const DeviceLeaf& leaf, const Hyper* 
           Insert(master_type, rest, k, static_cast<uint32_t>(r.rest));
         }
       } else {
-        // The bits of the master are those of the parameter and the remainder, but for what rounding carries.
+        // The bits of the master are those of the parameter and the remainder, but for what rounding carries. Half of
+        // the parameter's last place flips just the upper bit of 8 bits below it.
+        uint32_t rounded[V];
+#pragma unroll
+        for (int k = 0; k < V; ++k) rounded[k] = __float_as_uint(of.w[k]) + (wide ? 0x8000u : 0x8080u);
 #pragma unroll
         for (int k = 0; k < V; k += 2) {
-          const uint32_t low = __float_as_uint(of.w[k]) + (wide ? 0u : 0x80u);
-          const uint32_t high = __float_as_uint(of.w[k + 1]) + (wide ? 0u : 0x80u);
-          param.w[k / 2] = __byte_perm(low + 0x8000u, high + 0x8000u, 0x7632);
-          if (wide) {
-            rest.w[k / 2] = __byte_perm(low, high, 0x5410);
-          } else {
-            rest.w[k / 4] |= (__byte_perm(low, high, 0x0051) & 0xFFFFu) << (8 * (k % 4));
+          param.w[k / 2] = __byte_perm(rounded[k], rounded[k + 1], 0x7632);
+          if (wide) rest.w[k / 2] = __byte_perm(__float_as_uint(of.w[k]), __float_as_uint(of.w[k + 1]), 0x5410);
+        }
+        if (!wide) {
+#pragma unroll
+          for (int k = 0; k < V; k += 4) {
+            const uint32_t low = __byte_perm(rounded[k], rounded[k + 1], 0x0051);
+            const uint32_t high = __byte_perm(rounded[k + 2], rounded[k + 3], 0x0051);
+            rest.w[k / 4] = __byte_perm(low, high, 0x5410) ^ 0x80808080u;
           }
         }
       }
@@ -790,13 +805,15 @@ __device__ __forceinline__ void StepBlock(const DeviceLeaf& leaf, const Hyper* w
       const bool wide = master_type == kRemainder16;
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        const int32_t rest = wide ? static_cast<int16_t>(in.master.w[k / 2] >> (16 * (k % 2)))
-                                  : static_cast<int8_t>(in.master.w[k / 4] >> (8 * (k % 4)));
         if (F::kRunTime && F::p(leaf) == kF16) {
+          const int32_t rest = wide ? static_cast<int16_t>(in.master.w[k / 2] >> (16 * (k % 2)))
+                                    : static_cast<int8_t>(in.master.w[k / 4] >> (8 * (k % 4)));
           w[k] = DecodeRemainder(p[k], rest, kF16, wide ? 16 : 8);
         } else {
+          const uint32_t rest = wide ? static_cast<int16_t>(in.master.w[k / 2] >> (16 * (k % 2)))
+                                     : ByteTimes256(in.master.w[k / 4], k % 4);
           // A negative remainder beside a zero gives a NaN here, and so the exact way.
-          w[k] = __uint_as_float(__float_as_uint(p[k]) + (static_cast<uint32_t>(rest) << (wide ? 0 : 8)));
+          w[k] = __uint_as_float(__float_as_uint(p[k]) + rest);
         }
       }
     } else if (master_type != kAbsent) {
