@@ -158,6 +158,7 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=20, help="steps inside one call")
   parser.add_argument("--repeats", type=int, default=5)
   parser.add_argument("--rows", default="", help="only rows whose label contains one of these, separated by ;")
+  parser.add_argument("--skip", default="", help="no rows whose label contains one of these, separated by ;")
   parser.add_argument("--out", default=None, help="folder of the result file")
   args = parser.parse_args()
   kernel = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -166,10 +167,12 @@ def main() -> None:
   selected = rows(kernel)
   flash = flashoptim_row()
   if flash is not None and jax.default_backend() == "gpu":
-    selected.append(flash)
+    selected.insert(next(i for i, r in enumerate(selected) if r.label.startswith("jnp")), flash)
   wanted = [w for w in args.rows.split(";") if w]
   if wanted:
     selected = [r for r in selected if any(w in r.label for w in wanted)]
+  unwanted = [w for w in args.skip.split(";") if w]
+  selected = [r for r in selected if not any(w in r.label for w in unwanted)]
   shapes = trees.TREES[args.tree]()
   top = ceiling(args.repeats)
   print(f"{args.tree}: {trees.count(shapes) / 1e6:.1f}M parameters in {len(shapes)} leaves; ceiling {top:.0f} GB/s")
