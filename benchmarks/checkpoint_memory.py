@@ -1,9 +1,9 @@
 """Device memory that saving, restoring and converting take beside what the live state needs.
 
 Each operation runs in a process of its own, since a device's peak cannot be reset, on parameters and a state that were
-put on the device leaf by leaf. ``over`` is the peak during the operation less the bytes of the arrays that are live
-before or after it, whichever is more. A figure counts only if preparation did not reach further than that: else it
-would hide the peak.
+put on the device leaf by leaf. ``over`` is the peak during the operation less the bytes in use before or after it,
+whichever is more: those of the live arrays, and what the allocator rounds them up by (some percent; ``live_*`` are the
+arrays alone). A figure counts only if preparation did not reach further than that: else it would hide the peak.
 
     python benchmarks/checkpoint_memory.py                 # on a GPU: 1.1B parameters
     python benchmarks/checkpoint_memory.py --tree many     # on CPUs: runs, measures nothing
@@ -220,13 +220,13 @@ def judge(row: dict[str, Any], largest: int) -> dict[str, Any]:
   Raises:
     RuntimeError: if the preparation's peak may have hidden the operation's.
   """
-  live = max(row["live_before"], row["live_after"])
-  if row["peak_before"] > live + SLACK:
+  used = max(row["in_use_before"], row["in_use_after"])
+  if row["peak_before"] > used + SLACK:
     raise RuntimeError(
-        f"{row['formats']} {row['operation']}: preparing it took {row['peak_before']:,} bytes, more than the {live:,} "
-        "that are live, so the peak of the operation is not known"
+        f"{row['formats']} {row['operation']}: preparing it took {row['peak_before']:,} bytes, more than the {used:,} "
+        "in use, so the peak of the operation is not known"
     )
-  return row | {"over": row["peak"] - live, "within_largest_leaf": row["peak"] - live <= 4 * largest}
+  return row | {"over": row["peak"] - used, "within_largest_leaf": row["peak"] - used <= 4 * largest}
 
 
 def run_child(args: argparse.Namespace, formats: str, operation: str, directory: str) -> dict[str, Any]:
