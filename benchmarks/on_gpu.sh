@@ -31,7 +31,12 @@ build() {
 for p in $parts; do
   case $p in
     build) part build 3 build || exit 1 ;;
-    tests) part tests 15 "$python" -m pytest -q -p no:cacheprovider -o filterwarnings=default -n 4 --durations=5 tests ;;
+    tests)
+      # Those of one device and its implementations; a process a core, which is memory for a process a core on the GPU too.
+      XLA_PYTHON_CLIENT_PREALLOCATE=false part tests 30 "$python" -m pytest -q -p no:cacheprovider \
+        -o filterwarnings=default -n "$(($(nproc) < 15 ? $(nproc) : 15))" -k "cuda or host_memory" \
+        --ignore tests/test_sharding.py --ignore tests/test_multiprocess.py --ignore tests/test_sharded_example.py tests
+      ;;
     kernels) part kernels 15 "$python" -m pytest -q -p no:cacheprovider -o filterwarnings=default tests/test_kernels.py ;;
     graph) part graph 5 "$python" benchmarks/cuda_graph.py ;;
     sanitize)
