@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything about the kernels that needs a GPU, in one call: build, tests, sanitizers, profile, times.
-#   benchmarks/on_gpu.sh OUT [build|cases|tests|graph|sanitize|profile|times ...]
+#   benchmarks/on_gpu.sh OUT [build|cases|kernels|tests|graph|sanitize|profile|times ...]
 # Results land in OUT; the benchmarks' files there belong into benchmarks/results.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd)

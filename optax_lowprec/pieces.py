@@ -34,9 +34,10 @@ def pieces(shape: tuple[int, ...], like: Any, formats: Sequence[StateFormat | No
     formats: formats that the leaf's values are in or will be.
 
   Returns:
-    Indices; or [None], which means the whole leaf.
+    Indices; or [None], which means the whole leaf, as it is where an axis has more than 2^31 - 1 elements.
   """
-  if math.prod(shape) <= PIECE or not _on_one_device(like):
+  # Starts of pieces are int32, unless x64 is enabled.
+  if math.prod(shape) <= PIECE or max(shape) > np.iinfo(np.int32).max or not _on_one_device(like):
     return [None]
   behind = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
   axis = next(i for i, n in enumerate(behind) if n <= PIECE)

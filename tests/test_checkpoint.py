@@ -469,7 +469,7 @@ def test_encoding_what_was_decoded(dtype, transform):
   table.assert_same_bits(conversions._encode_jit(x, fmt, positive), stored)
   for rounding in table.ROUNDINGS:
     if rounding == "stochastic":
-      noise = jnp.asarray(rng.integers(0, 2**16, size=x.shape), jnp.uint32)
+      noise = jnp.asarray(rng.integers(0, 2**32, size=x.shape, dtype=np.uint32))
       stored = fmts.encode(x, dataclasses.replace(fmt, rounding=rounding), positive=positive, noise32=noise)
     values = fmts.decode(*stored, fmt)
     again = fmts.decode(*conversions._encode_jit(values, fmt, positive), fmt)

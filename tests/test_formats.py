@@ -569,3 +569,17 @@ def test_a_name_for_nu_means_stochastic_rounding_where_nearest_stalls(name):
     assert (formats.mu.rounding, formats.nu.rounding, formats.master.rounding) == ("nearest", wanted, "nearest")
   explicit = StateFormat(name)
   assert fmts.canonical_format(explicit, "nu") == explicit and explicit.rounding == "nearest"
+
+
+@pytest.mark.parametrize("part", fmts.Noise._fields)
+def test_noise_of_one_position_says_little_about_that_of_another(part):
+  """Correlations over 2^20 positions on end, at all distances at once."""
+  n = 2**20
+  noise = fmts.noise((n,), fmts.noise_key(4), fmts.noise_phase(jnp.int32(7)), 1)
+  u = np.asarray(getattr(noise, part), np.float64) / 2**32 - 0.5
+  assert abs(u.mean()) < 4 * np.sqrt(1 / 12 / n)
+  spectrum = np.fft.rfft(u - u.mean(), 2 * n)
+  distances = np.arange(n // 2)
+  correlation = np.fft.irfft(np.abs(spectrum) ** 2)[: n // 2] / (n - distances) / u.var()
+  assert abs(correlation[1:301]).max() < 0.008
+  assert abs(correlation[1:]).max() < 0.1

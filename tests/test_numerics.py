@@ -68,9 +68,9 @@ def test_master_moves_with_remainder16(implementation):
   np.testing.assert_allclose(moved, 1.0, atol=1e-3)
 
 
-@pytest.mark.parametrize("name, spread", [("remainder8", 0.01), ("float16", 0.1)])
+@pytest.mark.parametrize("name, spread", [("remainder8", 0.0006), ("float16", 0.006)])
 def test_master_moves_with_stochastic_rounding(name, spread, implementation):
-  """Within 1 % on average; single parameters walk about that mean."""
+  """Within 1 % on average; single parameters stay near that mean, closer than a new hash in every step would allow."""
   moved = _displacement(name, "stochastic", implementation)
   assert abs(moved.mean() - 1) < 0.01
   assert np.sqrt(np.mean((moved - 1) ** 2)) < spread

@@ -375,7 +375,9 @@ def test_remat_and_cond(implementation):
   if jax.default_backend() == "cpu":
     table.assert_same_bits(plain, choose(True))
   else:  # there XLA's bias corrections differ by a rounding between the two programs
-    chex.assert_trees_all_close(plain[0], choose(True)[0], rtol=1e-6)
+    taken = choose(True)
+    chex.assert_trees_all_close(plain[0], taken[0], rtol=1e-6)
+    chex.assert_trees_all_close(olp.moments(plain[1], params), olp.moments(taken[1], params), rtol=0.07)  # a code
   table.assert_same_bits(state, choose(False)[1])
 
 
@@ -393,10 +395,11 @@ def test_differentiating_through_a_step_works_with_jnp():
   np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
-def test_differentiating_through_a_kernel_says_that_it_does_not_work():
-  for name in set(runnable_implementations()) - {"jnp"}:
-    params = _params(jnp.float32)
-    tx = olp.adamw(1e-2, implementation=name)
-    state = tx.init(params)
-    with pytest.raises(NotImplementedError, match="cannot be differentiated: use implementation='jnp'"):
-      jax.grad(lambda p: _loss(tx.update(p, state, p)[0]))(params)
+def test_differentiating_through_a_kernel_says_that_it_does_not_work(implementation):
+  if implementation == "jnp":
+    pytest.skip("jnp can be differentiated: the test before this")
+  params = _params(jnp.float32)
+  tx = olp.adamw(1e-2, implementation=implementation)
+  state = tx.init(params)
+  with pytest.raises(NotImplementedError, match="cannot be differentiated: use implementation='jnp'"):
+    jax.grad(lambda p: _loss(tx.update(p, state, p)[0]))(params)

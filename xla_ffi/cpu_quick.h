@@ -191,8 +191,8 @@ bool QuickBlock(const Leaf& leaf, const Hyper& h, int64_t first, int64_t n, int6
   // What is scrambled: a block lies within a run, so that its positions are on end.
   const uint32_t position = kMuNoise || kNuNoise ? Position(leaf.layout, first) : 0;
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  __m256i weyl = _mm256_add_epi32(_mm256_mullo_epi32(_mm256_add_epi32(lanes, Splat(position)), Splat(kGolden)),
-                                    Splat(LeafKey(h.key, leaf.index)));
+  const __m256i positions = _mm256_add_epi32(lanes, Splat(position));
+  __m256i weyl = _mm256_add_epi32(_mm256_mullo_epi32(positions, Splat(kGolden)), Splat(LeafKey(h.key, leaf.index)));
   for (int64_t i = 0; i < n; i += kLanes) {
     __m256i mu_noise = Splat(0), nu_noise = Splat(0);
     if constexpr (kMuNoise || kNuNoise) {

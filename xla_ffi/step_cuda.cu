@@ -31,10 +31,7 @@ namespace {
 constexpr int kThreads = 128;
 // Thread blocks of a multiprocessor. Those of the specialised kernels have 64 registers a thread: they hide the memory's
 // latency best (measured on an H200 against 80 and 51 registers, 256 threads, and copies to shared memory ahead of use).
-#ifndef OLP_BLOCKS
-#define OLP_BLOCKS 8
-#endif
-constexpr int kResident = OLP_BLOCKS;
+constexpr int kResident = 8;
 constexpr int kResidentAny = 4;
 constexpr int kWarp = 32;
 constexpr int kBlockLength = 128;  // of the specialised kernels
@@ -382,7 +379,8 @@ __device__ __forceinline__ Words<V> Opaque(Words<V> x) {
 constexpr int kAny = -1;
 
 // The formats a kernel is compiled for; kAny reads them from the leaf. Specialised kernels write updates in the
-// parameter's dtype, have blocks for every float8 and float16 part and none for others; only float8 moments may be stochastic.
+// parameter's dtype, have blocks for every float8 and float16 part and none for others; only float8 moments may be
+// stochastic.
 template <int kG, int kP, int kMuType, int kNuType, int kNuRoot, int kMasterType>
 struct Formats {
   static constexpr bool kRunTime = kG == kAny;
@@ -412,8 +410,8 @@ struct Formats {
              part.scaling == (d == kE4M3 || d == kF16 ? kBlock : kUnscaled);
     };
     return !(leaf.flags & kDirection) && int{leaf.g_dtype} == kG && int{leaf.p_dtype} == kP &&
-           int{leaf.out_dtype} == kP &&
-           part_fits(kMu, kMuType) && part_fits(kNu, kNuType) && part_fits(kMaster, kMasterType) && leaf.part[kNu].sqrt == (kNuRoot != 0);
+           int{leaf.out_dtype} == kP && part_fits(kMu, kMuType) && part_fits(kNu, kNuType) &&
+           part_fits(kMaster, kMasterType) && leaf.part[kNu].sqrt == (kNuRoot != 0);
   }
 };
 

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #if defined(OLP_DRIVER_CUDA)
 #include <cuda_runtime_api.h>
