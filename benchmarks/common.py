@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
 
 def environment() -> dict[str, Any]:
@@ -64,3 +66,25 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
   widths = [max(len(line[i]) for line in text) for i in range(len(columns))]
   lines = ["  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() for line in text]
   return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+  """A Markdown table; columns whose values are all numbers are aligned to the right."""
+  number = re.compile(r"<?[-+.e\d]+")
+  right = [all(number.fullmatch(r[c].strip("*")) for r in rows) for c in rows[0]]
+  lines = [list(rows[0]), *([r[c] for c in rows[0]] for r in rows)]
+  text = ["| " + " | ".join(line) + " |" for line in lines]
+  return "\n".join([text[0], "|" + "|".join("---:" if r else "---" for r in right) + "|", *text[1:]])
+
+
+def rewrite(name: str, tables: dict[str, str]) -> None:
+  """Puts each table between its ``<!-- table: KEY begin -->`` and ``end`` in docs/``name``, and prints it."""
+  path = DOCS / name
+  text = path.read_text()
+  for key, table_text in tables.items():
+    begin, end = (f"<!-- table: {key} {edge} -->" for edge in ("begin", "end"))
+    if text.count(begin) != 1 or text.count(end) != 1:
+      raise SystemExit(f"{path.name}: {begin} and {end} have to be there once")
+    text = text.split(begin)[0] + f"{begin}\n{table_text}\n{end}" + text.split(end)[1]
+    print(f"{key}\n\n{table_text}\n")
+  path.write_text(text)

@@ -14,11 +14,13 @@ The others' formats are written here from their papers' formulas. It takes a few
     python benchmarks/formats.py
     python benchmarks/formats.py --b2 0.95 --plot docs/formats_error_b2_0.95.png
     python benchmarks/formats.py --steps 200 --streams stationary drop
+    python benchmarks/formats.py --markdown  # from the result files: the tables of docs/numerics.md
 """
 
 import argparse
 from collections.abc import Callable
 import functools
+import json
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -344,7 +346,7 @@ PAIRS = {
     "ours: default": ("e4m3 b128, nearest", "sqrt e4m3 b128, stochastic"),
     "ours: both nearest": ("e4m3 b128, nearest", "sqrt e4m3 b128, nearest"),
     "ours: both stochastic": ("e4m3 b128, stochastic", "sqrt e4m3 b128, stochastic"),
-    "candidate: nu hashed": ("e4m3 b128, nearest", "sqrt e4m3 b128, hashed"),
+    "candidate: default, but a new hash in every step": ("e4m3 b128, nearest", "sqrt e4m3 b128, hashed"),
     **{
         f"candidate: mu {m}, nu {n} {r}": (f"{m} b128, nearest", f"{n} b128, {r}")
         for m, n in (
@@ -591,7 +593,7 @@ def measure(grads: np.ndarray, b2: float) -> dict[str, dict[str, float]]:
   squares: dict[str, list[float]] = {}
   for first in range(0, steps, EVERY):
     carry = run_chunk(b2, carry, jnp.int32(first), jnp.asarray(grads[first : first + EVERY], jnp.float32))
-    if first < steps // 4:
+    if first + EVERY <= steps // 4:
       continue
     m, v = np.asarray(carry.m), np.asarray(carry.v)
     seen = v > 0
@@ -657,6 +659,48 @@ def short(row: dict[str, Any]) -> dict[str, Any]:
   return {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in row.items()}
 
 
+# The columns of the tables in docs/numerics.md, behind a row's name and whose it is.
+SHARES = ["flushed", "saturated"]
+DOC_COLUMNS = {
+    "pair": [*SYNTHETIC, "recorded", "all"],
+    "nu": ["sqrt(v)", "1/(sqrt(v)+eps)", *SHARES, "stationary", "drifting", "wide", "recorded", "all"],
+    "mu": ["m", *SHARES, "stationary", "wide", "recorded", "all"],
+    "master": ["stationary", "drop", "sparse", "recorded", "all"],
+}
+
+
+def doc_number(x: float) -> str:
+  if x == 0:
+    return "0"
+  if x < 1e-5:
+    return "<1e-5"
+  if x < 1e-4:
+    return f"{x:.0e}"
+  if x < 1:
+    return f"{x:.4f}" if x < 0.01 else f"{x:.3f}"
+  return f"{x:#.3g}" if x < 100 else f"{float(f'{x:.3g}'):.0f}"
+
+
+def doc_table(part: str, rows: list[dict[str, Any]]) -> str:
+  """The closest over all streams first; the recorded streams in one column, the rms of them."""
+  heading = "mu and nu" if part == "pair" else part
+  lines = []
+  for row in sorted(rows, key=lambda r: r["all displacements"]):
+    row = row | {"all": row["all displacements"], "recorded": rms([row[k] for k in RECORDED])}
+    name = row[part].removeprefix("ours: ").removeprefix("candidate: ")
+    lines.append({heading: name, "whose": row["whose"], **{c: doc_number(row[c]) for c in DOC_COLUMNS[part]}})
+  return common.markdown(lines)
+
+
+def rewrite_docs(out: str | None) -> None:
+  """Writes the tables of docs/numerics.md from the result files."""
+  folder = pathlib.Path(out) if out else common.RESULTS
+  read = lambda name: json.loads((folder / f"{name}.json").read_text())["rows"]
+  tables = {part: doc_table(part, rows) for part, rows in read("formats").items()}
+  tables["pair, b2 = 0.95"] = doc_table("pair", read("formats_b2_0.95")["pair"])
+  common.rewrite("numerics.md", tables)
+
+
 def plot(tables: dict[str, list[dict[str, Any]]], streams: list[str], path: pathlib.Path) -> None:
   """Displacement error of every format: a dot for each stream, a bar for all together."""
   parts = {"pair": "whole optimizers (mu and nu)", "nu": "nu alone", "mu": "mu alone", "master": "master alone"}
@@ -702,7 +746,13 @@ def main() -> None:
   parser.add_argument("--b2", type=float, default=0.999)
   parser.add_argument("--plot", type=pathlib.Path, default=ROOT / "docs" / "formats_error.png")
   parser.add_argument("--out", default=None, help="folder of the result file")
+  parser.add_argument(
+      "--markdown", action="store_true", help="run nothing, but rewrite the tables of docs/numerics.md from the results"
+  )
   args = parser.parse_args()
+  if args.markdown:
+    rewrite_docs(args.out)
+    return
   recorded = record(args.recorded_steps) if args.recorded_steps else {}
   jax.config.update("jax_enable_x64", True)
   streams = {name: SYNTHETIC[name](np.random.default_rng(1), args.steps).astype(np.float32) for name in args.streams}

@@ -9,10 +9,13 @@ Three tables, each against Adam in float64:
 
     python benchmarks/rounding.py
     python benchmarks/rounding.py --steps 1000
+    python benchmarks/rounding.py --markdown  # from the result file: the tables of docs/numerics.md
 """
 
 import argparse
 import functools
+import json
+import pathlib
 from typing import Any
 
 import common
@@ -147,7 +150,7 @@ def nu_formats() -> dict[str, tuple[StateFormat, Any]]:
     result[f"{name}, nearest"] = make(), package_noise
     result[f"{name}, stochastic"] = make(rounding="stochastic"), package_noise
     if name.startswith("e4m3 sqrt, block 128"):
-      result[f"{name}, hashed"] = make(rounding="stochastic"), hashed_noise
+      result[f"{name}, hashed (candidate)"] = make(rounding="stochastic"), hashed_noise
   return result
 
 
@@ -239,13 +242,49 @@ def short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
   return [{k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
 
 
+def rewrite_docs(out: str | None) -> None:
+  """Writes the tables of docs/numerics.md from the result file."""
+  folder = pathlib.Path(out) if out else common.RESULTS
+  results = json.loads((folder / "rounding.json").read_text())["rows"]
+  masters = [
+      {"master": row["master"]}
+      | {
+          f"{short_rate}: {short_what}": f"{row[f'{rate}: {what}']:.4f}"
+          for rate, short_rate in (("1e-06", "1e-6"), ("1e-07", "1e-7"))
+          for what, short_what in (("mean moved", "mean"), ("rms error", "rms error"))
+      }
+      for row in results["master"]
+  ]
+  tables = {"masters moved": common.markdown(masters)}
+  for b2 in (0.999, 0.95):
+    rows = [
+        {"nu": row["nu"]}
+        | {f"{kind}: median": f"{row[f'{kind}: median']:.2f}" for kind in KINDS}
+        | {"rms error": f"{row['all: rms error']:#.3g}"}
+        for row in results[f"nu, b2 = {b2}"]
+    ]
+    tables[f"nu follows, b2 = {b2}"] = common.markdown(rows)
+  left: dict[tuple[Any, ...], dict[str, str]] = {}
+  for row in results["stopped"]:
+    line = {k: str(row[k]) for k in ("b2", "maximum", "steps")} | {"exact": f"{row['exact']:.3f}"}
+    left.setdefault(tuple(line.values()), line)[row["rounding"]] = f"{row['stored']:.3f}"
+  tables["stopped"] = common.markdown(list(left.values()))
+  common.rewrite("numerics.md", tables)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--steps", type=int, default=10_000)
   parser.add_argument("--b2", type=float, nargs="*", default=[0.999, 0.95], help="for the table of nu")
   parser.add_argument("--implementation", default=None, help="of the master's table: cuda, cpu or jnp")
   parser.add_argument("--out", default=None, help="folder of the result file")
+  parser.add_argument(
+      "--markdown", action="store_true", help="run nothing, but rewrite the tables of docs/numerics.md from the results"
+  )
   args = parser.parse_args()
+  if args.markdown:
+    rewrite_docs(args.out)
+    return
   masters = master_rows(args.steps, args.implementation)
   print(f"bfloat16 parameters around 0.02, {args.steps} equal gradients: displacement over that of float64\n")
   print(common.table(short(masters), list(masters[0])))
