@@ -1,5 +1,6 @@
 """What every benchmark needs: the record of where it ran, timing, and writing its result."""
 
+import argparse
 from collections.abc import Callable
 import datetime
 import json
@@ -75,6 +76,21 @@ def markdown(rows: list[dict[str, str]]) -> str:
   lines = [list(rows[0]), *([r[c] for c in rows[0]] for r in rows)]
   text = ["| " + " | ".join(line) + " |" for line in lines]
   return "\n".join([text[0], "|" + "|".join("---:" if r else "---" for r in right) + "|", *text[1:]])
+
+
+def parse_or_rewrite(
+    parser: argparse.ArgumentParser, rewrite_docs: Callable[[str | None], None]
+) -> argparse.Namespace | None:
+  """The arguments, ``--out`` among them; None with ``--markdown``, after rewriting the documentation's tables."""
+  parser.add_argument("--out", default=None, help="folder of the result file")
+  parser.add_argument(
+      "--markdown", action="store_true", help="run nothing, but rewrite the tables of docs/numerics.md from the results"
+  )
+  args = parser.parse_args()
+  if args.markdown:
+    rewrite_docs(args.out)
+    return None
+  return args
 
 
 def rewrite(name: str, tables: dict[str, str]) -> None:

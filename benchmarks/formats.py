@@ -745,13 +745,8 @@ def main() -> None:
   parser.add_argument("--streams", nargs="*", default=list(SYNTHETIC), choices=SYNTHETIC, help="synthetic ones")
   parser.add_argument("--b2", type=float, default=0.999)
   parser.add_argument("--plot", type=pathlib.Path, default=ROOT / "docs" / "formats_error.png")
-  parser.add_argument("--out", default=None, help="folder of the result file")
-  parser.add_argument(
-      "--markdown", action="store_true", help="run nothing, but rewrite the tables of docs/numerics.md from the results"
-  )
-  args = parser.parse_args()
-  if args.markdown:
-    rewrite_docs(args.out)
+  args = common.parse_or_rewrite(parser, rewrite_docs)
+  if args is None:
     return
   recorded = record(args.recorded_steps) if args.recorded_steps else {}
   jax.config.update("jax_enable_x64", True)

@@ -277,13 +277,8 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=10_000)
   parser.add_argument("--b2", type=float, nargs="*", default=[0.999, 0.95], help="for the table of nu")
   parser.add_argument("--implementation", default=None, help="of the master's table: cuda, cpu or jnp")
-  parser.add_argument("--out", default=None, help="folder of the result file")
-  parser.add_argument(
-      "--markdown", action="store_true", help="run nothing, but rewrite the tables of docs/numerics.md from the results"
-  )
-  args = parser.parse_args()
-  if args.markdown:
-    rewrite_docs(args.out)
+  args = common.parse_or_rewrite(parser, rewrite_docs)
+  if args is None:
     return
   masters = master_rows(args.steps, args.implementation)
   print(f"bfloat16 parameters around 0.02, {args.steps} equal gradients: displacement over that of float64\n")

@@ -241,8 +241,9 @@ OLP_FN uint32_t Position(const Layout& layout, int64_t element) {
   if (layout.run == 0) return static_cast<uint32_t>(element);
   const int64_t run = element / layout.run;
   const int64_t group = run / layout.runs;
-  const int64_t in_group = (run - group * layout.runs) * layout.run_stride;
-  return *layout.base + static_cast<uint32_t>(element - run * layout.run + in_group + group * layout.group_stride);
+  return *layout.base + static_cast<uint32_t>(element - run * layout.run +
+                                              (run - group * layout.runs) * layout.run_stride +
+                                              group * layout.group_stride);
 }
 // The noise of part k, see optax_lowprec/formats.py: `phase` goes round by the golden ratio from step to step.
 OLP_FN constexpr uint32_t NoiseFactor(int k) { return k == kMu ? 0xDB4F0B91u : k == kNu ? 0xAC564B05u : 0xCC9E2D51u; }
